@@ -1,0 +1,161 @@
+"""Everything that is automated: ``nox`` runs the checks, ``nox -s train`` the main job, ``nox -l`` lists all.
+
+Only nox has to be installed beforehand. The sessions that work on the source tree share one environment, made once
+from requirements-dev.txt; those that judge the packages as users get them make a fresh one from built wheels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = ("core", "ops-basic", "ops-qwen", "ops-deepseek", "fsdp", "tp")
+# What each package needs of the others, as its pyproject.toml says it.
+NEEDS = {package: () if package == "core" else ("core",) for package in PACKAGES}
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
+DEV_ENVIRONMENT = str(ROOT / ".nox" / "dev")
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests", "wheels", "isolated"]
+nox.options.stop_on_first_error = False
+
+
+def folder(package: str) -> Path:
+    return ROOT / "packages" / f"hyper-parallel-{package}"
+
+
+def install_torch(session: nox.Session) -> None:
+    """Install the pinned torch first, so that nothing else can choose another one."""
+    # Compiling its sources takes as long as unpacking them; Python does so for the few that are imported.
+    session.install("--no-compile", "-c", "constraints.txt", "torch")
+
+
+def dev_environment(session: nox.Session) -> None:
+    """Install the tree in editable form with all tools, unless that was done for the same requirements before."""
+    inputs = [ROOT / "requirements-dev.txt", ROOT / "constraints.txt", ROOT / "pyproject.toml"]
+    inputs += [folder(package) / "pyproject.toml" for package in PACKAGES]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
+    done = Path(session.virtualenv.location) / "requirements.sha256"
+    if done.is_file() and done.read_text() == digest:
+        return
+    install_torch(session)
+    # With the build backend at hand, pip need not make an environment for it seven times.
+    session.install("hatchling", "editables")
+    session.install("--no-build-isolation", "-r", "requirements-dev.txt")
+    done.write_text(digest)
+
+
+def build_wheels(session: nox.Session, packages: tuple[str, ...], target: Path) -> list[str]:
+    """Build the wheels of these packages and return their paths.
+
+    Paths, and no index: an installer that looks names up may serve an older wheel of the same version.
+    """
+    session.install("hatchling")
+    shutil.rmtree(target, ignore_errors=True)
+    sources = [str(folder(package)) for package in packages]
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target), *sources)
+    return sorted(str(path) for path in target.glob("*.whl"))
+
+
+@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+def train(session: nox.Session) -> None:
+    """Train the example model on 4 local ranks: the main job."""
+    dev_environment(session)
+    session.run(
+        "torchrun", "--nproc-per-node", "4", "examples/train.py", *session.posargs, env={"OMP_NUM_THREADS": "1"}
+    )
+
+
+@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+def tests(session: nox.Session) -> None:
+    """Run all tests on the source tree; arguments after -- go to pytest."""
+    dev_environment(session)
+    session.run("pytest", *(session.posargs or ("-q",)))
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def isolated(session: nox.Session, package: str) -> None:
+    """Test one package from its wheel, in a fresh environment with only what it declares, outside the tree."""
+    install_torch(session)
+    temporary = Path(session.create_tmp())
+    wheels = build_wheels(session, (*NEEDS[package], package), temporary / "wheels")
+    session.install("-c", "constraints.txt", *wheels, *TEST_TOOLS)
+    copy = temporary / "tests"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder(package) / "tests", copy)
+    with session.chdir(temporary):
+        session.run(
+            "python", "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(copy), "--import-mode=importlib",
+            "--timeout=600", *session.posargs, str(copy),
+        )  # fmt: skip
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Check that each wheel holds every file of its package, and nothing else."""
+    built = build_wheels(session, PACKAGES, Path(session.create_tmp()) / "wheels")
+    problems = []
+    for path in built:
+        (package,) = [p for p in PACKAGES if Path(path).name.startswith(f"hyper_parallel_{p.replace('-', '_')}-")]
+        source = folder(package) / "src"
+        wanted = {
+            file.relative_to(source).as_posix()
+            for file in source.rglob("*")
+            if file.is_file() and "__pycache__" not in file.parts
+        }
+        names = set(zipfile.ZipFile(path).namelist())
+        packed = {name for name in names if ".dist-info/" not in name}
+        problems += [f"{package}: {name} is missing in the wheel" for name in sorted(wanted - packed)]
+        problems += [f"{package}: {name} does not belong into the wheel" for name in sorted(packed - wanted)]
+        if not any(name.endswith("/py.typed") for name in packed):
+            problems.append(f"{package}: no py.typed")
+        if not any(name.endswith("/licenses/LICENSE") for name in names):
+            problems.append(f"{package}: no licence")
+    if problems:
+        session.error("\n".join(problems))
+    session.log("%d wheels hold what they should", len(built))
+
+
+@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff."""
+    dev_environment(session)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+def types(session: nox.Session) -> None:
+    """Check the types of all packages with mypy."""
+    dev_environment(session)
+    session.run("mypy", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src/*"))))
+
+
+@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+def hints(session: nox.Session) -> None:
+    """Write anew which of our op packs has which op, for the message about a missing one."""
+    dev_environment(session)
+    session.run("python", "tools/write_pack_hints.py")
+    session.run("ruff", "format", "packages/hyper-parallel-core/src/hyper_parallel/_pack_hints.py")
+
+
+@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """Check the documentation: the examples in it run."""
+    dev_environment(session)
+    session.run("pytest", "-q", "--doctest-glob=*.md", "docs", "README.md", *session.posargs)
+
+
+@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks and print their tables."""
+    dev_environment(session)
+    for script in sorted(ROOT.glob("benchmarks/bench_*.py")):
+        session.run("python", str(script.relative_to(ROOT)), *session.posargs)

@@ -1,0 +1,67 @@
+"""Where each public name lives: strings only, so that ``import hyper_parallel`` imports nothing else."""
+
+from __future__ import annotations
+
+# Modules of core, and the names that ``hyper_parallel`` re-exports from each.
+_CORE = {
+    "hyper_parallel.dtensor": ("DTensor",),
+    "hyper_parallel.layout": ("Layout",),
+    "hyper_parallel.mesh": ("DeviceMesh", "init_device_mesh"),
+    "hyper_parallel.placements": ("PackedShard", "Partial", "Placement", "Replicate", "Shard"),
+    "hyper_parallel.distribute": ("distribute_module", "distribute_tensor"),
+    "hyper_parallel.factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
+    "hyper_parallel.module_sharding": ("ShardingPlan", "shard_module"),
+    "hyper_parallel.function_sharding": ("custom_shard",),
+    "hyper_parallel.dfunction": ("DFunction",),
+    "hyper_parallel.op": ("DistributedOp",),
+    "hyper_parallel.strategy": ("Strategy", "StrategyOp"),
+    "hyper_parallel.registry": ("get_distributed_op", "load_op_table", "register_distributed_op"),
+    "hyper_parallel.context": ("SkipDTensorDispatch", "implicit_replication", "redistribute_policy"),
+    "hyper_parallel.collectives": ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
+    "hyper_parallel.random": ("manual_seed",),
+    "hyper_parallel.comm_trace": ("CommTrace",),
+    "hyper_parallel.errors": (
+        "MissingOpError",
+        "MissingPluginError",
+        "OpConflictError",
+        "PluginError",
+        "RedistributionError",
+    ),
+}
+
+CORE_MODULE_OF: dict[str, str] = {name: module for module, names in _CORE.items() for name in names}
+
+# Names that our own plugins will provide, only to name the pip package in the error when it is absent. How a name
+# resolves when the package is there is the plugin's own word (hook ``hyper_parallel_public_names``), as for any
+# third party.
+_FIRST_PARTY = {
+    "hyper-parallel-fsdp": (
+        "CPUOffloadPolicy",
+        "FSDPModule",
+        "GroupInfo",
+        "HSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "fully_shard",
+        "hsdp_sync_stream",
+        "register_fsdp_forward_method",
+    ),
+    "hyper-parallel-tp": (
+        "ColwiseParallel",
+        "NoParallel",
+        "ParallelDims",
+        "ParallelStyle",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "gather_tensor_parallel_logits",
+        "input_reshard",
+        "is_loss_parallel_active",
+        "loss_parallel",
+        "parallelize_module",
+    ),
+}
+
+FIRST_PARTY_DIST_OF: dict[str, str] = {name: dist for dist, names in _FIRST_PARTY.items() for name in names}

@@ -1,0 +1,195 @@
+"""One call of an operator as its rule sees it: specs in the place of DTensors, arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.context import Mode
+from hyper_parallel.errors import RedistributionError
+from hyper_parallel.layout import Layout
+from hyper_parallel.mesh import MeshInfo
+from hyper_parallel.spec import Spec
+
+_MISSING = object()
+
+
+class Signature:
+    """Parameter names of an operator, e.g. ``"input, dim, index, *, out=None"``; ``=value`` marks optional ones.
+
+    A literal ``*name`` takes the remaining positional arguments as a tuple (``view(*shape)``).
+    """
+
+    def __init__(self, text: str) -> None:
+        self.names: list[str] = []
+        self.keyword_only: list[str] = []
+        self.rest: str | None = None
+        target = self.names
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name = part.split("=")[0].strip()
+            if name == "*":
+                target = self.keyword_only
+            elif name.startswith("*"):
+                self.rest, target = name[1:], self.keyword_only
+            else:
+                target.append(name)
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name; what was not passed is absent.
+
+        Raises:
+            TypeError: for too many positional arguments or an unknown keyword.
+        """
+        bound = dict(zip(self.names, args, strict=False))
+        extra = tuple(args[len(self.names) :])
+        if self.rest is not None:
+            # `view(2, 3)` and `view((2, 3))` mean the same.
+            bound[self.rest] = tuple(extra[0]) if len(extra) == 1 and isinstance(extra[0], (tuple, list)) else extra
+        elif extra:
+            raise TypeError(f"takes {len(self.names)} positional arguments ({', '.join(self.names)}), got {len(args)}")
+        known = {*self.names, *self.keyword_only, *([self.rest] if self.rest else ())}
+        for name, value in kwargs.items():
+            if name not in known:
+                raise TypeError(f"got an unexpected keyword argument {name!r}")
+            bound[name] = value
+        return bound
+
+
+class Call:
+    """What a rule may look at: global shapes, dtypes, placements, and arguments. Never local shapes: they differ by rank.
+
+    Attributes:
+        func: the torch function.
+        name: its readable name.
+        inputs: spec of every tensor argument, in the order written (lists flattened).
+        needs_grad: which inputs need a gradient (all False when gradients are off).
+        args, kwargs: the arguments with specs in the place of tensors.
+        mode: policy in force.
+        info: the mesh that all inputs share.
+        inplace: whether the call writes its first argument.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Spec],
+        needs_grad: list[bool],
+        mode: Mode,
+        signature: Signature | None,
+        inplace: bool,
+    ) -> None:
+        self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
+        self.inputs, self.needs_grad, self.mode, self.inplace = inputs, needs_grad, mode, inplace
+        self._signature = signature
+        self._bound: dict[str, Any] | None = None
+        self.info: MeshInfo = inputs[0].layout.info
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """Arguments by name, per the rule's signature."""
+        if self._bound is None:
+            if self._signature is None:
+                raise TypeError(f"the rule of {self.name} declares no signature, so its arguments have no names")
+            try:
+                self._bound = self._signature.bind(self.args, self.kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self.name}() {error}") from None
+        return self._bound
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument by name; ``default`` when it was not passed."""
+        return self.bound.get(name, default)
+
+    def index(self, name: str) -> int | None:
+        """Position in ``inputs`` of a tensor argument; None when it is absent or no tensor."""
+        value = self.bound.get(name, _MISSING)
+        if not isinstance(value, Ref):
+            return None
+        return value.index
+
+    def spec(self, name: str) -> Spec:
+        """Spec of a tensor argument by name."""
+        index = self.index(name)
+        if index is None:
+            raise TypeError(f"{self.name}: argument {name!r} must be a tensor")
+        return self.inputs[index]
+
+    def dim(self, name: str = "dim", ndim: int | None = None, default: int | None = None) -> int | None:
+        """A dimension argument as a non-negative number.
+
+        Raises:
+            IndexError: when it is out of range.
+        """
+        value = self.arg(name, default)
+        return None if value is None else normal_dim(value, self.inputs[0].layout.ndim if ndim is None else ndim)
+
+
+class Ref:
+    """The place of a tensor in a call's arguments: ``inputs[index]``."""
+
+    __slots__ = ("index", "spec")
+
+    def __init__(self, index: int, spec: Spec) -> None:
+        self.index, self.spec = index, spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Element type."""
+        return self.spec.dtype
+
+
+@dataclass
+class Solution:
+    """What a rule decides for one call.
+
+    Attributes:
+        targets: layout that each input must have; the dispatcher redistributes.
+        outputs: layout of each tensor output, or None for an output that is no DTensor.
+        local: runs in place of the function on the local arguments; None for the function itself.
+        invariant: inputs that stay invariant, as they are used only after the operator's own reduction.
+        reduced: per output, mesh axes over which the operator itself reduced (the output is equal on all ranks, and so
+            is its gradient).
+        uncounted: inputs read only for dtype, device or shape.
+        is_view: whether the output shares memory with the first input.
+        meta: computes the outputs' global shapes on meta tensors; None for the function itself.
+    """
+
+    targets: list[Layout]
+    outputs: list[Layout | None]
+    local: Callable[..., Any] | None = None
+    invariant: frozenset[int] = frozenset()
+    reduced: tuple[frozenset[int], ...] | None = None
+    uncounted: frozenset[int] = frozenset()
+    is_view: bool = False
+    meta: Callable[..., Any] | None = None
+
+
+def normal_dim(dim: int, ndim: int) -> int:
+    """``dim`` counted from the front.
+
+    Raises:
+        IndexError: when it is out of range, as PyTorch does.
+    """
+    limit = max(ndim, 1)
+    if not -limit <= dim < limit:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-limit}, {limit - 1}], but got {dim})")
+    return dim % limit
+
+
+def refuse(call: Call, why: str, fix: str) -> RedistributionError:
+    """The standard one-screen error for inputs that an operator cannot take."""
+    lines = [f"{call.name}: {why}"]
+    for index, spec in enumerate(call.inputs):
+        lines.append(f"  input {index}: shape {tuple(spec.shape)}, {spec.layout}")
+    lines.append(f"  fix: {fix}")
+    return RedistributionError("\n".join(lines), op_name=call.name, layouts=[s.layout for s in call.inputs])
+

@@ -1,0 +1,83 @@
+"""``hyper-parallel ops [NAME]``: which ops have a rule, who provides it, and where it is defined."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+
+from hyper_parallel.cli.reporting import print_json, print_table
+from hyper_parallel.errors import OpConflictError, PluginError
+from hyper_parallel.op_entry import OpEntry
+from hyper_parallel.plugins import Command, default_manager
+from hyper_parallel.registry import Registry
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="an op name, for all about this op")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    registry = Registry(default_manager())
+    entries = registry.entries(arguments.name)
+    if arguments.name is not None and not entries:
+        return _unknown(arguments.name, registry)
+    if arguments.json:
+        print_json(ops=[_as_json(entry, registry) for entry in entries])
+    elif arguments.name is None:
+        rows = [(entry.name, entry.provider, entry.class_path, entry.source) for entry in entries]
+        print_table(("OP", "PROVIDER", "IMPL", "SOURCE"), rows)
+    else:
+        print("\n\n".join(_described(entry, registry) for entry in entries))
+    return 0
+
+
+def _unknown(name: str, registry: Registry) -> int:
+    names = sorted({entry.name for entry in registry.entries()})
+    near = difflib.get_close_matches(name, names, n=3)
+    hint = f"; similar: {', '.join(near)}" if near else ""
+    print(f"hyper-parallel: no op named {name!r} has a rule{hint}", file=sys.stderr)
+    return 1
+
+
+def _described(entry: OpEntry, registry: Registry) -> str:
+    params = ", ".join(f"{name}={value!r}" for name, value in entry.params.items())
+    lines = [
+        entry.name,
+        f"  provider  {entry.provider}{f' {entry.version}' if entry.version else ''}",
+        f"  class     {entry.class_path}",
+        f"  source    {entry.source}",
+        f"  in use    {_verdict(entry, registry)}",
+    ]
+    if params:
+        lines.insert(3, f"  params    {params}")
+    if entry.override:
+        lines.append(f"  replaces  {'every plugin' if entry.override is True else ', '.join(sorted(entry.override))}")
+    return "\n".join(lines)
+
+
+def _verdict(entry: OpEntry, registry: Registry) -> str:
+    """``yes``, ``no`` or ``conflict``: whether this entry is the one that counts for its name."""
+    try:
+        return "yes" if registry.chosen(entry.name) is entry else "no"
+    except OpConflictError:
+        return "conflict"
+    except PluginError as error:  # a pin that names somebody who does not provide the op
+        return f"no: {str(error).splitlines()[0]}"
+
+
+def _as_json(entry: OpEntry, registry: Registry) -> dict[str, object]:
+    return {
+        "op": entry.name,
+        "provider": entry.provider,
+        "version": entry.version,
+        "class": entry.class_path,
+        "params": dict(entry.params),
+        "source": entry.source,
+        "override": entry.override if isinstance(entry.override, bool) else sorted(entry.override),
+        "in_use": _verdict(entry, registry),
+    }
+
+
+COMMAND = Command("ops", "list the ops that have a distributed rule, or show one", _run, _add_arguments)

@@ -1,0 +1,62 @@
+"""Parses the command line and runs one command, core's own or a plugin's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+
+from hyper_parallel.cli import ops_command, plugins_command
+from hyper_parallel.cli.reporting import tolerant_manager
+from hyper_parallel.errors import PluginError
+from hyper_parallel.plugins import Command, PluginManager, use_manager
+
+CORE_COMMANDS = (plugins_command.COMMAND, ops_command.COMMAND)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Args:
+        argv: arguments without the program's name; None means the process's.
+
+    Returns:
+        The exit code: 0 for success, 1 when what was asked for is not there or not in order, 2 for wrong usage.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    # Broken plugins are part of what the program shows; warnings on top would only repeat it.
+    with use_manager(tolerant_manager()) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            arguments = _parser(_commands(manager)).parse_args(argv)
+            return int(arguments.run(arguments))
+        except PluginError as error:
+            print(f"hyper-parallel: {error}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:  # the reader of a pipe, such as head, had enough
+            sys.stderr.close()
+            return 0
+
+
+def _commands(manager: PluginManager) -> list[Command]:
+    commands = {command.name: command for command in CORE_COMMANDS}
+    for record, call in manager.implementations("hyper_parallel_cli_commands"):
+        with manager.isolated(record):
+            for command in call():
+                if command.name in commands:
+                    raise PluginError(f"its command {command.name!r} is taken already", plugin=record.name)
+                commands[command.name] = command
+    return list(commands.values())
+
+
+def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hyper-parallel", description="Distributed tensors and operators for PyTorch, extended by plugins."
+    )
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in commands:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser

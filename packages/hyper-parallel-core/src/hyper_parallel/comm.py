@@ -1,0 +1,69 @@
+"""The bare collectives, on plain tensors and without autograd. Everything that communicates goes through here, so a
+:class:`~hyper_parallel.comm_trace.CommTrace` sees it all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel import comm_trace
+from hyper_parallel.mesh import AxisGroup
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def all_reduce(tensor: torch.Tensor, group: AxisGroup, op: str = "sum", async_op: bool = False) -> Any:
+    """Reduce a contiguous tensor in place over a group."""
+    if comm_trace._active:
+        comm_trace.record("all_reduce", tensor, group)
+    return dist.all_reduce(tensor, _REDUCE_OPS[op], group.group, async_op)
+
+
+def all_gather(out: torch.Tensor, tensor: torch.Tensor, group: AxisGroup, async_op: bool = False) -> Any:
+    """Concatenate the groups' equal-sized tensors along dim 0 into ``out``, in group rank order."""
+    if comm_trace._active:
+        comm_trace.record("all_gather", out, group)
+    return dist.all_gather_single(out, tensor, group.group, async_op)
+
+
+def reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: AxisGroup, op: str = "sum", async_op: bool = False) -> Any:
+    """Reduce ``tensor`` and leave this rank's equal part of dim 0 in ``out``."""
+    if comm_trace._active:
+        comm_trace.record("reduce_scatter", tensor, group)
+    return dist.reduce_scatter_single(out, tensor, _REDUCE_OPS[op], group.group, async_op)
+
+
+def all_to_all(
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    out_splits: list[int],
+    in_splits: list[int],
+    group: AxisGroup,
+    async_op: bool = False,
+) -> Any:
+    """Send ``in_splits[r]`` elements of a flat tensor to each member ``r`` and receive ``out_splits[r]``."""
+    if comm_trace._active:
+        comm_trace.record("all_to_all", out if out.numel() > tensor.numel() else tensor, group)
+    return dist.all_to_all_single(out, tensor, out_splits, in_splits, group.group, async_op)
+
+
+def broadcast(tensor: torch.Tensor, group: AxisGroup, group_src: int) -> None:
+    """Copy the tensor of member ``group_src`` to all, in place."""
+    if comm_trace._active:
+        comm_trace.record("broadcast", tensor, group)
+    dist.broadcast(tensor, group=group.group, group_src=group_src)
+
+
+def scatter(out: torch.Tensor, parts: list[torch.Tensor] | None, group: AxisGroup, group_src: int) -> None:
+    """Give each member its equal-sized part; only ``group_src`` passes ``parts``."""
+    if comm_trace._active:
+        comm_trace.record("scatter", out, group)
+    dist.scatter(out, parts, group=group.group, group_src=group_src)

@@ -1,0 +1,123 @@
+"""Record every collective: what moved, how much, over which ranks, and the line of user code that caused it.
+
+    with CommTrace() as trace:
+        loss = model(batch); loss.backward()
+    print(trace)                    # a table
+    trace.counts["all_reduce"]      # how many of each
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hyper_parallel.mesh import AxisGroup
+
+__all__ = ["CommEvent", "CommTrace"]
+
+_SKIPPED = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+
+
+@dataclass(frozen=True)
+class CommEvent:
+    """One collective call of this rank.
+
+    Attributes:
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast`` or ``scatter``.
+        nbytes: size of the largest buffer that this rank passes to the call, in bytes.
+        axes: mesh axes of the group, by index.
+        ranks: number of ranks in the group.
+        change: the layout change, e.g. ``S(0) -> R``, or a description.
+        where: ``file:line`` of the user's call; for a backward collective, of the forward call it belongs to.
+        phase: ``forward`` or ``backward``.
+    """
+
+    op: str
+    nbytes: int
+    axes: tuple[int, ...]
+    ranks: int
+    change: str
+    where: str
+    phase: str
+
+
+class CommTrace:
+    """Context manager that collects :class:`CommEvent` s of this process; nested traces all record."""
+
+    def __init__(self) -> None:
+        self.events: list[CommEvent] = []
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each collective ran."""
+        return Counter(event.op for event in self.events)
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of all events' bytes."""
+        return sum(event.nbytes for event in self.events)
+
+    def phase(self, phase: str) -> Counter[str]:
+        """How often each collective ran in ``forward`` or ``backward``."""
+        return Counter(event.op for event in self.events if event.phase == phase)
+
+    def __enter__(self) -> CommTrace:
+        _active.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        _active.remove(self)
+
+    def __str__(self) -> str:
+        rows = [("OP", "BYTES", "RANKS", "PHASE", "CHANGE", "WHERE")]
+        rows += [(e.op, str(e.nbytes), str(e.ranks), e.phase, e.change, e.where) for e in self.events]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[5]]) for r in rows)
+
+
+_active: list[CommTrace] = []
+_context: tuple[str, str, str] | None = None  # change, where, phase of the redistribution that is running
+
+
+def is_tracing() -> bool:
+    """Whether some trace is active; callers build descriptions only then."""
+    return bool(_active)
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame outside this library and torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED) and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+@contextlib.contextmanager
+def described(change: str, where: str | None = None, phase: str = "forward") -> Iterator[None]:
+    """Say what the collectives inside are for."""
+    global _context
+    outer, _context = _context, (change, where or user_line(), phase)
+    try:
+        yield
+    finally:
+        _context = outer
+
+
+def record(op: str, tensor: torch.Tensor, group: AxisGroup) -> None:
+    """Note one collective; called by :mod:`hyper_parallel.comm` only while tracing."""
+    change, where, phase = _context or ("", user_line(), "forward")
+    event = CommEvent(op, tensor.numel() * tensor.element_size(), group.axes, group.size, change, where, phase)
+    for trace in _active:
+        trace.events.append(event)

@@ -1,0 +1,75 @@
+"""Switches that hold inside a ``with`` block: what to do when inputs do not match, and how to treat plain tensors.
+
+They are kept per thread, nest, and are restored when the block raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+__all__ = ["SkipDTensorDispatch", "implicit_replication", "redistribute_policy"]
+
+Policy = Literal["partial", "auto", "strict"]
+
+
+@dataclass(frozen=True, eq=False)
+class Mode:
+    """The switches in force. Equal modes are the same object, so a mode is a cheap part of a cache key."""
+
+    policy: Policy = "partial"
+    replicate_plain: bool = False
+    skip: bool = False
+
+
+_modes: dict[tuple[object, ...], Mode] = {}
+
+
+def _interned(mode: Mode) -> Mode:
+    return _modes.setdefault((mode.policy, mode.replicate_plain, mode.skip), mode)
+
+
+class _State(threading.local):
+    mode: Mode = _interned(Mode())
+
+
+state = _State()
+
+
+@contextmanager
+def _mode(**changes: object) -> Iterator[None]:
+    outer = state.mode
+    state.mode = _interned(replace(outer, **changes))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        state.mode = outer
+
+
+def redistribute_policy(policy: Policy):  # type: ignore[no-untyped-def]
+    """What happens when an operator's inputs match none of its strategies.
+
+    Args:
+        policy: ``"partial"`` (the default everywhere) reduces a pending sum that an operator needs and raises for every
+            other mismatch; ``"auto"`` redistributes, cheapest first; ``"strict"`` raises always. Steps that need no
+            communication (Replicate to Shard or Partial) are taken in all three.
+
+    Raises:
+        ValueError: for any other word.
+    """
+    if policy not in ("partial", "auto", "strict"):
+        raise ValueError(f"redistribute_policy takes 'partial', 'auto' or 'strict', got {policy!r}")
+    return _mode(policy=policy)
+
+
+def implicit_replication():  # type: ignore[no-untyped-def]
+    """Inside, a plain tensor that meets a DTensor counts as Replicate: the caller vouches that all ranks hold the same."""
+    return _mode(replicate_plain=True)
+
+
+def SkipDTensorDispatch():  # type: ignore[no-untyped-def]  # noqa: N802 - the name users of HyperParallel know
+    """Inside, DTensors act as their local tensors: operators run on the local pieces and return plain tensors."""
+    return _mode(skip=True)

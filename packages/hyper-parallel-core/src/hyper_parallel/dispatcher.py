@@ -1,0 +1,682 @@
+"""The dispatcher: from a torch function on DTensors to the local call.
+
+A warm call is one dictionary lookup: the key holds the specs of the DTensors (by identity), which of them need a
+gradient, and the other arguments. What it finds is a :class:`_Plan`: the function to run on the local tensors and the
+specs of what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel import autograd_bridge
+from hyper_parallel.call import Call, Ref, Solution, refuse
+from hyper_parallel.context import state
+from hyper_parallel.errors import MissingOpError
+from hyper_parallel.layout import Layout
+from hyper_parallel.op import DistributedOp
+from hyper_parallel.placements import Partial, Replicate, Shard
+from hyper_parallel.registry import LISTENERS, default_registry
+from hyper_parallel.spec import NOT_VARYING, Spec, contiguous_stride, make_spec
+
+__all__ = ["dispatch"]
+
+CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
+
+_grad_enabled = torch.is_grad_enabled
+
+
+class _Rule:
+    """One torch function and the rule that serves it, with the plans made so far."""
+
+    __slots__ = ("by_value", "cache", "func", "generic", "inplace", "name", "op", "parsed")
+
+    def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
+        from hyper_parallel.strategy import LayoutOp
+
+        self.func, self.op, self.name = func, op, name
+        self.generic = not isinstance(op, LayoutOp)
+        self.by_value = self.generic or op.scalars_matter  # type: ignore[attr-defined]
+        self.parsed = None if self.generic else op._parsed  # type: ignore[attr-defined]
+        self.inplace = is_inplace(name)
+        self.cache: dict[tuple[Any, ...], _Plan] = {}
+
+
+class _Plan:
+    """What one cache entry says.
+
+    Attributes:
+        call: function for the local arguments.
+        spec: of the single tensor output; None when ``specs`` or ``inplace`` says otherwise.
+        specs: of several outputs, None for those that are no tensors.
+        changes: (input index, layout, varying axes) to apply before asking again; None when the inputs fit.
+        inplace: the first argument is the result.
+    """
+
+    __slots__ = ("call", "changes", "inplace", "is_view", "spec", "specs")
+
+    def __init__(self) -> None:
+        self.call: Any = None
+        self.spec: Spec | None = None
+        self.specs: tuple[Spec | None, ...] = ()
+        self.changes: list[tuple[int, Layout, frozenset[int]]] | None = None
+        self.inplace = False
+        self.is_view = False
+
+
+_rules: dict[Any, Any] = {}
+
+
+def is_inplace(name: str) -> bool:
+    """Whether a torch function of this name writes its first argument: ``add_``, ``__iadd__``."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
+    return name.endswith("_")
+
+
+# -- the way of every call ----------------------------------------------------------------------------------------
+
+
+def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Run ``func`` on arguments that contain DTensors."""
+    mode = state.mode
+    rule = _rules.get(func)
+    if rule is None:
+        rule = _find(func)
+    if rule.__class__ is not _Rule:
+        return rule(func, args, kwargs or {})
+    if mode.skip:
+        return _on_locals(func, args, kwargs or {})
+    if rule.generic:
+        return _three_phases(rule, args, kwargs or {})
+    grad = _grad_enabled()
+    key: list[Any] = [grad, mode]
+    local_args: list[Any] = []
+    if not _scan(args, key, local_args, grad, rule.by_value):
+        return _with_plain(func, args, kwargs or {})
+    local_kwargs: dict[str, Any] = {}
+    if kwargs:
+        if kwargs.get("out") is not None:
+            return _into_out(func, args, kwargs)
+        values: list[Any] = []
+        for name in kwargs:
+            key.append(name)
+        if not _scan(kwargs.values(), key, values, grad, rule.by_value):
+            return _with_plain(func, args, kwargs)
+        local_kwargs = dict(zip(kwargs, values, strict=True))
+    lookup = tuple(key)
+    plan = rule.cache.get(lookup)
+    if plan is None:
+        plan = _make_plan(rule, args, kwargs or {})
+        if len(rule.cache) >= CACHE_LIMIT:
+            rule.cache.clear()
+        rule.cache[lookup] = plan
+    if plan.changes is not None:
+        args, kwargs = _changed(args, kwargs or {}, plan, rule.inplace)
+        return dispatch(func, args, kwargs)
+    if plan.inplace:
+        return _run_inplace(plan, args, local_args, local_kwargs)
+    out = plan.call(*local_args, **local_kwargs)
+    spec = plan.spec
+    if spec is None:
+        return _wrap_many(out, plan.specs)
+    if out.dtype is not spec.dtype:  # autocast chose another dtype
+        spec = spec.replace(dtype=out.dtype)
+    result = _make_wrapper(
+        DTensor, spec.shape, spec.stride, dtype=spec.dtype, device=out.device, requires_grad=grad and out.requires_grad
+    )
+    result._local = out
+    result._spec = spec
+    if not grad:
+        result._pending = autograd_bridge.MADE_WITHOUT_GRAD
+    if plan.is_view:
+        base = args[0]
+        result._base_dtensor = base._base_dtensor or base
+    return result
+
+
+_BY_VALUE = frozenset([bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout])
+
+
+def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, ints_by_value: bool) -> bool:
+    """Append the cache key and the local form of each value; False when a plain tensor is among them."""
+    for value in values:
+        kind = value.__class__
+        if kind is DTensor:
+            tensor = value._local if value._pending is None else value._resolve()
+            key.append(value._spec)
+            if grad:
+                key.append(tensor.requires_grad)
+            local.append(tensor)
+        elif kind is float:
+            key.append(kind)
+            local.append(value)
+        elif kind is int:
+            key.append(kind)
+            if ints_by_value:
+                key.append(value)
+            local.append(value)
+        elif kind in _BY_VALUE:
+            key.append(kind)
+            key.append(value)
+            local.append(value)
+        elif kind is tuple or kind is list or kind is torch.Size:
+            key.append(kind)
+            key.append(len(value))
+            inner: list[Any] = []
+            if not _scan(value, key, inner, grad, ints_by_value):
+                return False
+            local.append(inner if kind is list else tuple(inner))
+        elif isinstance(value, torch.Tensor):
+            return False
+        elif kind is slice:
+            key.append(kind)
+            bounds: list[Any] = []
+            if not _scan((value.start, value.stop, value.step), key, bounds, grad, True):
+                return False
+            local.append(slice(*bounds))
+        else:
+            key.append(kind)
+            key.append(value if getattr(value, "__hash__", None) else id(value))
+            local.append(value)
+    return True
+
+
+def _wrap_many(out: Any, specs: tuple[Spec | None, ...]) -> Any:
+    if not isinstance(out, (tuple, list)):
+        return out
+    wrapped = [_wrap_one(o, s) if s is not None else o for o, s in zip(out, specs, strict=True)]
+    kind = type(out)
+    return kind(wrapped) if kind in (tuple, list) or hasattr(kind, "n_sequence_fields") else kind(*wrapped)
+
+
+def _wrap_one(out: torch.Tensor, spec: Spec) -> DTensor:
+    return wrap(out, spec if out.dtype is spec.dtype else spec.replace(dtype=out.dtype))
+
+
+# -- finding the rule ---------------------------------------------------------------------------------------------
+
+
+def _find(func: Callable[..., Any]) -> Any:
+    """The rule or special handler of a function, remembered."""
+    registry = default_registry()
+    special = _special(func)
+    if special is not None:
+        _rules[func] = special
+        return special
+    op = registry.find(func)
+    if op is None:
+        raise MissingOpError(registry.missing_message(func), func=func)
+    rule = _rules[func] = _Rule(func, op, getattr(func, "__name__", None) or str(func))
+    return rule
+
+
+def forget_rules() -> None:
+    """Drop what was remembered; the registry calls this when its contents change."""
+    _rules.clear()
+
+
+LISTENERS.append(forget_rules)
+
+
+# -- a miss -------------------------------------------------------------------------------------------------------
+
+
+def _make_plan(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> _Plan:
+    call = make_call(rule.op, rule, tuple(args), kwargs)
+    _, solution = rule.op.infer((call,))
+    return _plan_of(rule, call, solution)
+
+
+def _plan_of(rule: _Rule, call: Call, solution: Solution) -> _Plan:
+    plan = _Plan()
+    needed = _needs_varying(call, solution)
+    changes = []
+    for index, (spec, target) in enumerate(zip(call.inputs, solution.targets, strict=True)):
+        kept = frozenset(a for a in spec.varying if isinstance(target.placements[a], Replicate))
+        varying = kept | needed[index]
+        if target is not spec.layout or varying != spec.varying:
+            changes.append((index, target, varying))
+    if changes:
+        plan.changes = changes
+        return plan
+    plan.call = solution.local or rule.func
+    plan.inplace = rule.inplace
+    plan.is_view = solution.is_view
+    specs, single = _output_specs(rule, call, solution)
+    if single:
+        plan.spec = specs[0]
+    plan.specs = specs
+    return plan
+
+
+def _needs_varying(call: Call, solution: Solution) -> list[frozenset[int]]:
+    """Per input the axes on which it must enter as varying (DESIGN of gradient types: "the rule").
+
+    On an axis where a counted input is sharded, pending or varying, every rank computes its own part, so the gradient
+    of a Replicate input arrives in terms.
+    """
+    needed = [NOT_VARYING] * len(call.inputs)
+    if not any(call.needs_grad):
+        return needed
+    counted = [i for i in range(len(call.inputs)) if i not in solution.uncounted]
+    for axis in range(call.info.ndim):
+        active = any(
+            not isinstance(solution.targets[i].placements[axis], Replicate)
+            or (call.needs_grad[i] and axis in call.inputs[i].varying)
+            for i in counted
+        )
+        if not active:
+            continue
+        for i in counted:
+            if call.needs_grad[i] and i not in solution.invariant:
+                if isinstance(solution.targets[i].placements[axis], Replicate):
+                    needed[i] |= {axis}
+    return needed
+
+
+def _output_specs(rule: _Rule, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
+    """Specs of the outputs, their global shapes found by running the function on meta tensors."""
+    with torch.no_grad():
+        args, kwargs = _meta(call.args), {k: _meta(v) for k, v in call.kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        result = (solution.meta or rule.func)(*args, **kwargs)
+    single = isinstance(result, torch.Tensor)
+    results = (result,) if single else tuple(result) if isinstance(result, (tuple, list)) else ()
+    specs: list[Spec | None] = []
+    layouts = iter(solution.outputs)
+    position = 0
+    for value in results:
+        layout = next(layouts, None) if isinstance(value, torch.Tensor) else None
+        if layout is None:
+            specs.append(None)
+            continue
+        layout = _fit_rank(layout, value.ndim)
+        varying = _output_varying(call, solution, layout, position)
+        specs.append(make_spec(layout, tuple(value.shape), value.stride(), value.dtype, varying))
+        position += 1
+    return tuple(specs), single
+
+
+def _fit_rank(layout: Layout, ndim: int) -> Layout:
+    """A layout for a tensor of ``ndim`` dims; the engine knows an output's rank only from its shards."""
+    if layout.ndim == ndim:
+        return layout
+    order = layout.shard_order
+    return layout.with_order(layout.placements, (order + ((),) * (ndim - len(order)))[:ndim])
+
+
+def _output_varying(call: Call, solution: Solution, layout: Layout, output: int) -> frozenset[int]:
+    """Axes on which a Replicate output is varying: those where all counted inputs are Replicate and one is varying."""
+    varying = set()
+    counted = [i for i in range(len(call.inputs)) if i not in solution.uncounted and i not in solution.invariant]
+    for axis, placement in enumerate(layout.placements):
+        if not isinstance(placement, Replicate) or (solution.reduced and axis in solution.reduced[output]):
+            continue
+        replicated = all(isinstance(solution.targets[i].placements[axis], Replicate) for i in counted)
+        if replicated and any(call.needs_grad[i] and axis in call.inputs[i].varying for i in counted):
+            varying.add(axis)
+    return frozenset(varying)
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return value.spec.meta
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_meta(v) for v in value)
+    return value
+
+
+def make_call(op: DistributedOp, rule: _Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call as rules see it.
+
+    Raises:
+        ValueError: when the inputs are on different meshes.
+    """
+    inputs: list[Spec] = []
+    needs_grad: list[bool] = []
+    grad = _grad_enabled()
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            inputs.append(value._spec)
+            needs_grad.append(grad and value._resolve().requires_grad)
+            return Ref(len(inputs) - 1, value._spec)
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)(seen(v) for v in value)
+        return value
+
+    seen_args = tuple(seen(a) for a in args)
+    seen_kwargs = {name: seen(value) for name, value in kwargs.items()}
+    func = rule.func if rule else getattr(torch, op.op_name, None)
+    call = Call(
+        func,  # type: ignore[arg-type]
+        rule.name if rule else op.op_name,
+        seen_args,
+        seen_kwargs,
+        inputs,
+        needs_grad,
+        state.mode,
+        getattr(op, "_parsed", None),
+        bool(rule and rule.inplace),
+    )
+    for index, spec in enumerate(inputs):
+        if spec.layout.info is not call.info:
+            raise refuse(
+                call,
+                f"input 0 is on the mesh {call.info!r}, input {index} on {spec.layout.info!r}",
+                "bring all inputs to one mesh: build them with distribute_tensor on the same mesh",
+            )
+    return call
+
+
+def local_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with local tensors in the place of DTensors."""
+    return tuple(_local(a) for a in args), {k: _local(v) for k, v in kwargs.items()}
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._resolve()
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_local(v) for v in value)
+    return value
+
+
+# -- inputs that have to change -----------------------------------------------------------------------------------
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_map_tensors(v, change) for v in value)
+    if isinstance(value, slice):
+        return slice(*(_map_tensors(v, change) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+def _changed(args: Sequence[Any], kwargs: dict[str, Any], plan: _Plan, inplace: bool) -> tuple[Any, Any]:
+    """The arguments with the plan's redistributions applied to the DTensors."""
+    changes = {index: (layout, varying) for index, layout, varying in plan.changes or ()}
+    counter = iter(range(1 << 30))
+
+    def change(tensor: torch.Tensor) -> Any:
+        index = next(counter)
+        found = changes.get(index)
+        if found is None:
+            return tensor
+        if inplace and index == 0:
+            return vary_in_place(tensor, found[1])  # type: ignore[arg-type]
+        return remembered(tensor, *found)  # type: ignore[arg-type]
+
+    new_args = tuple(_map_tensors(a, change) for a in args)
+    return new_args, {name: _map_tensors(value, change) for name, value in kwargs.items()}
+
+
+def _with_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Plain tensors among the arguments: 0-dim ones count as Replicate, others need implicit_replication."""
+    found: list[DTensor] = []
+    for value in (*args, *kwargs.values()):
+        _map_tensors(value, lambda t: found.append(t) if isinstance(t, DTensor) else None)
+    layout = found[0].layout
+
+    def lift(tensor: torch.Tensor) -> DTensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        number = tensor.ndim == 0 and not (tensor.requires_grad and _grad_enabled())
+        if not number and not state.mode.replicate_plain:
+            name = getattr(func, "__name__", str(func))
+            raise TypeError(
+                f"{name}: a plain tensor of shape {tuple(tensor.shape)} is mixed with a DTensor of shape "
+                f"{tuple(found[0].shape)}, {layout}. Say how it is laid out: distribute_tensor(tensor, mesh, placements) or "
+                "DTensor.from_local(...); or, when every rank holds the same values, run inside "
+                "`with hyper_parallel.implicit_replication():`"
+            )
+        spec = make_spec(layout.replicated(tensor.ndim), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        return wrap(tensor, spec)
+
+    if is_inplace(getattr(func, "__name__", "")) and not isinstance(args[0], DTensor):
+        return _into_plain(func, args, kwargs, lift)
+    new_args = tuple(_map_tensors(a, lift) for a in args)
+    return dispatch(func, new_args, {name: _map_tensors(value, lift) for name, value in kwargs.items()})
+
+
+def _into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lift: Callable[[Any], DTensor]) -> Any:
+    """An in-place operator on a plain tensor: right only while the result is equal on all ranks, gradient included."""
+    target = args[0]
+    lifted = lift(target)
+    before = lifted._spec
+    dispatch(func, (lifted, *(_map_tensors(a, lift) for a in args[1:])), {k: _map_tensors(v, lift) for k, v in kwargs.items()})
+    if lifted._spec is not before:
+        raise TypeError(
+            f"{func.__name__}: an in-place operator on a plain tensor with a DTensor that is sharded, pending or varying; "
+            "the plain tensor cannot hold the result. Make the target a DTensor"
+        )
+    return target
+
+
+def _into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The ``out=`` form: compute, then write into the given DTensors, whose layout stays."""
+    out = kwargs["out"]
+    result = dispatch(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+    many = isinstance(out, (tuple, list))
+    for target, value in zip(out if many else (out,), result if many else (result,), strict=True):
+        if not isinstance(target, DTensor):
+            raise TypeError("out= must be a DTensor when an input is one")
+        if target.shape != value.shape:
+            raise ValueError(f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; a DTensor is not resized")
+        if value.layout is not target.layout:
+            if state.mode.policy != "auto" and not value.layout.is_partial():
+                raise ValueError(f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them")
+            value = value.redistribute(target.layout)
+        target._resolve().copy_(value._resolve())
+    return out
+
+
+# -- in place -----------------------------------------------------------------------------------------------------
+
+
+def _run_inplace(plan: _Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    """Write the target's local tensor; the target keeps its identity and placements, and may turn varying."""
+    target = args[0]
+    if isinstance(target, (list, tuple)):  # foreach and fused operators
+        plan.call(*local_args, **local_kwargs)
+        return None
+    before = local_args[0].requires_grad
+    plan.call(*local_args, **local_kwargs)
+    spec = plan.spec or plan.specs[0] if plan.specs else None
+    if spec is not None and spec.varying != target._spec.varying:
+        _flag_varying(target, spec.varying)
+    if local_args[0].requires_grad and not before:
+        autograd_bridge.set_wrapper_requires_grad(target, True)
+    return target
+
+
+def _flag_varying(target: DTensor, varying: frozenset[int]) -> None:
+    for tensor in {id(t): t for t in (target, target._base_dtensor) if t is not None}.values():
+        tensor._spec = tensor._spec.replace(varying=tensor._spec.varying | varying)
+
+
+class _VaryInPlace(torch.autograd.Function):
+    """A local tensor turns varying where it is; views of it follow."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, old: Any, new: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.args = (old, new, shape)
+        ctx.mark_dirty(local)
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        from hyper_parallel.redistribute import transition
+        from hyper_parallel.spec import dual
+
+        old, new, shape = ctx.args
+        return transition(grad, dual(*new), dual(*old), shape), None, None, None
+
+
+def vary_in_place(target: DTensor, varying: frozenset[int]) -> DTensor:
+    """Turn the target of an in-place operator (and the tensor it is a view of) varying."""
+    root = target._base_dtensor or target
+    old = root._spec
+    if root._resolve().requires_grad:
+        layout = old.layout
+        _VaryInPlace.apply(root._local, (layout, old.varying), (layout, old.varying | varying), tuple(old.shape))
+    _flag_varying(target, varying)
+    return target
+
+
+# -- operators that use the three phases themselves ---------------------------------------------------------------
+
+
+def _three_phases(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    op = rule.op
+    call = make_call(op, rule, tuple(args), kwargs)
+    solution = Solution([spec.layout for spec in call.inputs], [])
+    if not op.allow_partial_inputs and state.mode.policy != "strict":
+        solution.targets = [
+            s.layout.with_placements({a: Replicate() for a, p in enumerate(s.layout.placements) if isinstance(p, Partial)})
+            for s in call.inputs
+        ]
+    local_args, local_kwargs, values = op.preprocess(args, kwargs)
+    key = (values, tuple(call.inputs), tuple(call.needs_grad), _grad_enabled(), state.mode)
+    found = rule.cache.get(key)  # type: ignore[arg-type]
+    if found is None:
+        found = _infer_generic(rule, call, solution, values)
+        if len(rule.cache) >= CACHE_LIMIT:
+            rule.cache.clear()
+        rule.cache[key] = found  # type: ignore[index]
+    plan, result = found  # type: ignore[misc]
+    if plan.changes is not None:
+        return dispatch(rule.func, *_changed(args, kwargs, plan, rule.inplace))
+    local = plan.call or op.get_expand_impl(rule.func, result, values) or rule.func
+    if rule.inplace:
+        running = _Plan()
+        running.call, running.specs = local, plan.specs
+        return _run_inplace(running, args, list(local_args), local_kwargs)
+    out = local(*local_args, **local_kwargs)
+    if not plan.specs:
+        plan.specs = _specs_from_local(rule, call, result[0], out)
+    if isinstance(out, (tuple, list)):
+        return _wrap_many(out, plan.specs)
+    return _wrap_one(out, plan.specs[0]) if plan.specs[0] is not None else out
+
+
+def _infer_generic(rule: _Rule, call: Call, solution: Solution, values: Any) -> tuple[_Plan, Any]:
+    plan = _Plan()
+    needed = _needs_varying(call, solution)
+    changes = [
+        (i, t, frozenset(a for a in s.varying if isinstance(t.placements[a], Replicate)) | needed[i])
+        for i, (s, t) in enumerate(zip(call.inputs, solution.targets, strict=True))
+    ]
+    changes = [c for c in changes if c[1] is not call.inputs[c[0]].layout or c[2] != call.inputs[c[0]].varying]
+    if changes:
+        plan.changes = changes
+        return plan, None
+    outputs, extra = rule.op.infer(values)
+    if not rule.op.allow_partial_inputs:
+        rule.op._check_partial_inputs([s.layout for s in call.inputs])
+    if rule.op.cache_expand:
+        plan.call = rule.op.get_expand_impl(rule.func, (outputs, extra), values) or rule.func
+    return plan, (outputs, extra)
+
+
+def _specs_from_local(rule: _Rule, call: Call, layouts: Sequence[Any], out: Any) -> tuple[Spec | None, ...]:
+    """Specs of the outputs of an operator that says only their layouts.
+
+    Global shapes come from the function on meta tensors; a function without meta support must have even shards.
+    """
+    values = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    bound = [layout.bind() if isinstance(layout, Layout) else None for layout in layouts]
+    solution = Solution([s.layout for s in call.inputs], bound)
+    tensors = iter(bound)
+    specs: list[Spec | None] = []
+    try:
+        found, _ = _output_specs(rule, call, solution)
+    except (NotImplementedError, RuntimeError):
+        found = ()
+    if len(found) == len(values) and all(f is not None for f, v in zip(found, values, strict=True) if isinstance(v, torch.Tensor)):
+        return found
+    for position, value in enumerate(values):
+        layout = next(tensors, None) if isinstance(value, torch.Tensor) else None
+        if layout is None:
+            specs.append(None)
+            continue
+        layout = _fit_rank(layout, value.ndim)
+        shape = list(value.shape)
+        for axis, placement in enumerate(layout.placements):
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= layout.mesh_shape[axis]
+        varying = _output_varying(call, solution, layout, position)
+        specs.append(make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying))
+    return tuple(specs)
+
+
+# -- functions that need no rule ----------------------------------------------------------------------------------
+
+
+def _on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    local_args, local_kwargs = local_arguments(args, kwargs)
+    return func(*local_args, **local_kwargs)
+
+
+def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A question that the wrapper's own metadata answers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+_METADATA_NAMES = (
+    "is_floating_point is_complex is_contiguous is_signed is_pinned is_shared is_inference is_conj is_neg is_coalesced "
+    "element_size storage_offset get_device nelement ndimension dense_dim sparse_dim is_set_to is_same_size "
+    "has_names _is_view is_distributed"
+).split()
+_METADATA_PROPERTIES = (
+    "is_sparse is_sparse_csr is_cpu is_cuda is_meta is_quantized is_mkldnn is_xpu is_mps is_nested itemsize nbytes names "
+    "output_nr is_npu is_mtia is_ipu is_vulkan is_xla is_maia"
+).split()
+
+
+def _metadata_functions() -> set[Any]:
+    found = {getattr(owner, name) for name in _METADATA_NAMES for owner in (torch, torch.Tensor) if hasattr(owner, name)}
+    for name in _METADATA_PROPERTIES:
+        descriptor = getattr(torch.Tensor, name, None)
+        if hasattr(descriptor, "__get__"):
+            found.add(descriptor.__get__)  # type: ignore[union-attr]
+    return found
+
+
+_METADATA = _metadata_functions()
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.autograd.backward: lambda func, args, kwargs: autograd_bridge.backward(*args, **kwargs),
+    torch.autograd.grad: lambda func, args, kwargs: autograd_bridge.grad(*args, **kwargs),
+    torch.Tensor._version.__get__: lambda func, args, kwargs: args[0]._resolve()._version,  # type: ignore[attr-defined]
+    torch.Tensor._base.__get__: lambda func, args, kwargs: args[0]._base_dtensor,  # type: ignore[attr-defined]
+    torch.Tensor._backward_hooks.__get__: lambda func, args, kwargs: None,  # type: ignore[attr-defined]
+    torch.Tensor.type: lambda func, args, kwargs: _type(*args, **kwargs),
+}
+
+
+def _type(tensor: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    if dtype is None:
+        return tensor._local.type()
+    return tensor.to(dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
+
+
+def _special(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    try:
+        if func in _METADATA:
+            return _on_wrapper
+        return _SPECIAL.get(func)
+    except TypeError:  # unhashable
+        return None
+
+
+from hyper_parallel.dtensor import DTensor, remembered, wrap  # noqa: E402 - DTensor needs the dispatcher
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass

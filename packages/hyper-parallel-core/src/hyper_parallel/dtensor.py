@@ -1,0 +1,573 @@
+"""DTensor: a local tensor and a spec that says which part of which global tensor it is.
+
+Every torch function on a DTensor arrives in ``__torch_function__`` as the user wrote it, and the dispatcher runs it on
+the local tensors. The autograd graph therefore lives on the **local** tensors; the wrapper holds no data, and C++ code
+that meets it raises instead of computing on a piece as if it were the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel import autograd_bridge
+from hyper_parallel.boxes import local_shape
+from hyper_parallel.layout import Layout, as_layout
+from hyper_parallel.mesh import DeviceMesh
+from hyper_parallel.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel.redistribute import (
+    _How,
+    describe,
+    gradient_layout,
+    target_spec,
+    transition,
+    varying_axes,
+)
+from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
+
+__all__ = ["DTensor", "wrap"]
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class DTensor(torch.Tensor):
+    """A tensor spread over a device mesh.
+
+    Make one with :meth:`from_local`, :func:`hyper_parallel.distribute_tensor` or a factory such as
+    ``hyper_parallel.zeros``. ``shape``, ``size``, ``stride``, ``numel``, ``len`` are those of the global tensor.
+    """
+
+    _local: torch.Tensor
+    _spec: Spec
+    # What has to happen before the local tensor may be used; None in the common case.
+    _pending: Any = None
+    # Converted forms that were computed once (see convert.py); never copied or pickled.
+    _memo: dict[Any, Any] | None = None
+    # (local tensor, typed layout) that this tensor was redistributed from, so that a later use as varying can fuse.
+    _origin: Any = None
+    # The DTensor of which this one is a view.
+    _base_dtensor: Any = None
+    _grad_wrapper: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise TypeError("DTensor has no constructor: use DTensor.from_local, distribute_tensor or a factory like zeros")
+
+    # -- making and unmaking --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | Layout,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """Wrap this rank's piece; no communication unless ``run_check``.
+
+        Args:
+            local_tensor: this rank's piece, in the layout's local shape.
+            device_mesh: the mesh, or a :class:`Layout` (then ``placements`` is left out).
+            placements: one per mesh axis.
+            run_check: compare shapes, and Replicate values, over the ranks (communicates).
+            shape: global shape. Needed when the shards are uneven; by default every rank is taken to hold as much.
+            stride: global stride; by default laid out like the local tensor.
+            grad_placements: placements of the local tensor's gradient. By default slices for Shard, the whole gradient
+                for Replicate and Partial. ``Partial`` where the value is Replicate: each rank gets its own term, and
+                the terms sum to the gradient.
+
+        Raises:
+            TypeError: ``local_tensor`` is a DTensor already or no tensor.
+            ValueError: the local shape does not fit the layout and global shape.
+        """
+        if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
+            raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+        layout = as_layout(device_mesh, placements, local_tensor.ndim)
+        if shape is None:
+            if stride is not None:
+                raise ValueError("from_local: stride needs shape too")
+            shape = list(local_tensor.shape)
+            for axis, placement in enumerate(layout.placements):
+                if isinstance(placement, Shard):
+                    shape[placement.dim] *= layout.mesh_shape[axis]
+        expected = local_shape(layout, tuple(shape), layout.info.my_coordinate())
+        if tuple(local_tensor.shape) != expected:
+            raise ValueError(
+                f"from_local: local shape {tuple(local_tensor.shape)} does not fit global shape {tuple(shape)} with "
+                f"{describe(layout)}: rank at {layout.info.my_coordinate()} holds {expected}. "
+                "Pass shape= with the global shape when the shards are uneven"
+            )
+        full_stride = tuple(stride) if stride is not None else _stride_like(local_tensor, shape)
+        if run_check:
+            _check_ranks_agree(local_tensor, layout, tuple(shape))
+        if local_tensor.requires_grad and torch.is_grad_enabled() and local_tensor.is_leaf:
+            local_tensor = local_tensor.view_as(local_tensor)  # so that the DTensor is no leaf itself
+        varying = frozenset() if grad_placements is None else varying_axes(layout, grad_placements)
+        if local_tensor.requires_grad and torch.is_grad_enabled() and grad_placements is not None:
+            gradient = gradient_layout(layout, varying, grad_placements)
+            local_tensor = _GradientLayout.apply(local_tensor, dual(layout, varying), gradient, tuple(shape))
+        return wrap(local_tensor, make_spec(layout, shape, full_stride, local_tensor.dtype, varying))
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece, connected to the autograd graph.
+
+        Args:
+            grad_placements: placements of the gradient that your local computation will send back, one per mesh axis.
+                By default the tensor's own: for Replicate the whole gradient on every rank. Say ``Partial()`` when
+                each rank computes on its own data, so that the terms are summed.
+        """
+        local = self._resolve()
+        if grad_placements is None or not (local.requires_grad and torch.is_grad_enabled()):
+            return local
+        spec = self._spec
+        given = gradient_layout(spec.layout, spec.varying, grad_placements)
+        return _GradientLayout.apply(local, given, dual(spec.layout, spec.varying), tuple(spec.shape))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank, as a plain tensor. All ranks of the mesh must call it.
+
+        Args:
+            grad_placements: as in :meth:`to_local`, for the Replicate result.
+        """
+        whole = self.redistribute(self._spec.layout.replicated())
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | Layout | None = None,
+        placements: Sequence[Placement] | Layout | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """The same tensor in another layout of the same mesh, by the fewest bytes; differentiable.
+
+        Args:
+            device_mesh: the tensor's mesh (default), or the target :class:`Layout`.
+            placements: target placements, one per mesh axis, or a Layout.
+            async_op: return at once; the first use waits.
+            forward_dtype, backward_dtype: dtype on the wire, forward and backward.
+            grad_placements: of the result, as in :meth:`from_local`. ``Partial()`` where the target is Replicate says
+                that each rank will use the result for different work: the backward of an all-gather is then one
+                reduce-scatter.
+
+        Raises:
+            ValueError: for another mesh, or placements that do not fit the tensor.
+        """
+        spec = self._spec
+        if isinstance(device_mesh, DeviceMesh) and device_mesh != spec.layout.mesh:
+            raise ValueError(f"redistribute stays on one mesh: the tensor is on {spec.layout.info!r}, got {device_mesh}")
+        if isinstance(device_mesh, Layout):
+            layout = as_layout(device_mesh, None, self.ndim)
+        else:
+            layout = as_layout(spec.layout.mesh, placements, self.ndim)
+        if layout.info is not spec.layout.info:
+            raise ValueError(f"redistribute stays on one mesh: the tensor is on {spec.layout.info!r}, got {layout.info!r}")
+        varying = None if grad_placements is None else varying_axes(layout, grad_placements)
+        how = _How(forward_dtype, backward_dtype, want_pending=async_op)
+        return convert(self, target_spec(spec, layout, varying), how)
+
+    def reduce_partial(self) -> DTensor:
+        """Every pending reduction carried out: Partial becomes Replicate. Computed once per tensor."""
+        layout = self._spec.layout
+        if not layout.is_partial():
+            return self
+        pending = {a: Replicate() for a, p in enumerate(layout.placements) if isinstance(p, Partial)}
+        return remembered(self, layout.with_placements(pending))
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """The :class:`Layout` (not ``torch.layout``: a DTensor is always strided)."""
+        return self._spec.layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._spec.layout.mesh
+
+    @property
+    def grad_placements(self) -> tuple[Placement, ...]:
+        """Placements of this tensor's gradient: Partial on the axes where the tensor is varying."""
+        return dual(self._spec.layout, self._spec.varying)[0].placements
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        return self._spec.shape
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's piece."""
+        return self._local.shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Number of dimensions."""
+        return len(self._spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Element type."""
+        return self._spec.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of this rank's piece."""
+        return self._local.device
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Global size, or that of one dimension."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def dim(self) -> int:  # type: ignore[override]
+        """Number of dimensions."""
+        return len(self._spec.shape)
+
+    def numel(self) -> int:  # type: ignore[override]
+        """Number of elements of the global tensor."""
+        return self._spec.shape.numel()
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Global stride, or that of one dimension."""
+        return self._spec.stride if dim is None else self._spec.stride[dim]
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kind = "Parameter DTensor" if getattr(self, "_is_param", False) else "DTensor"
+        layout = self._spec.layout
+        text = f"{kind}(shape={tuple(self.shape)}, dtype={str(self.dtype)[6:]}, {layout!r}"
+        if self._spec.varying:
+            text += f", gradient Partial over {tuple(layout.mesh_dim_names[a] for a in sorted(self._spec.varying))}"
+        if self.requires_grad:
+            text += ", requires_grad=True"
+        pending = ", in flight" if isinstance(self._pending, autograd_bridge.InFlight) else ""
+        local = "" if pending else f", local={torch.Tensor.__repr__(self._local.detach())}"
+        return text + pending + local + ")"
+
+    # -- autograd: the graph is that of the local tensor ----------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether a gradient is wanted."""
+        return self._local.requires_grad or (self._pending is not None and autograd_bridge.wrapper_requires_grad(self))
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
+        """Ask for a gradient, in place; only for leaves."""
+        self._resolve().requires_grad_(requires_grad)
+        autograd_bridge.set_wrapper_requires_grad(self, requires_grad)
+        return self
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """Node that made this tensor: the local one, or that of an ``autograd.Function`` applied to DTensors."""
+        node = autograd_bridge.wrapper_grad_fn(self) if self._pending is not None else None
+        return self._local.grad_fn if node is None else node
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether no operation made this tensor."""
+        return self.grad_fn is None
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        """The gradient as a DTensor; a parameter's has the parameter's layout."""
+        local = self._local.grad
+        if local is None:
+            return None
+        if self._grad_wrapper is None or self._grad_wrapper._local is not local:
+            self._grad_wrapper = wrap(local, gradient_spec(self._spec, local))
+        return self._grad_wrapper  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self._local.grad = None
+            return
+        if not isinstance(value, DTensor) or value.shape != self.shape:
+            raise ValueError(
+                f"the gradient of a DTensor of shape {tuple(self.shape)} is a DTensor of that shape, got "
+                f"{type(value).__name__} of shape {tuple(value.shape)}"
+            )
+        value = convert(value, target_spec(value._spec, dual(self._spec.layout, self._spec.varying)[0]))
+        self._local.grad = value.to_local()
+        self._grad_wrapper = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._local.grad = None
+
+    def backward(  # type: ignore[override]
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Compute gradients as ``torch.Tensor.backward`` does; a scalar's seed counts once over all ranks."""
+        autograd_bridge.backward((self,), None if gradient is None else (gradient,), retain_graph, create_graph, inputs)
+
+    def detach(self) -> DTensor:  # type: ignore[override]
+        """The same data without history."""
+        return wrap(self._resolve().detach(), self._spec)
+
+    def detach_(self) -> DTensor:  # type: ignore[override]
+        """Drop the history in place."""
+        self._resolve().detach_()
+        autograd_bridge.set_wrapper_requires_grad(self, False)
+        return self
+
+    def retain_grad(self) -> None:  # type: ignore[override]
+        """Keep ``.grad`` of a non-leaf."""
+        self._resolve().retain_grad()
+
+    def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:  # type: ignore[override]
+        """Call ``hook`` with the gradient as a DTensor (Partial on varying axes); it may return another."""
+        spec = self._spec
+
+        def local_hook(grad: torch.Tensor) -> torch.Tensor | None:
+            wanted = gradient_spec(spec, grad)
+            result = hook(wrap(grad, wanted))
+            return None if result is None else convert(result, wanted).to_local()
+
+        return self._resolve().register_hook(local_hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[DTensor], None]) -> Any:  # type: ignore[override]
+        """Call ``hook`` with this parameter after its gradient was accumulated."""
+        return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+    @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        """The same data without history, untracked."""
+        return wrap(self._resolve().data, self._spec)
+
+    @data.setter
+    def data(self, value: DTensor) -> None:
+        if not isinstance(value, DTensor):
+            raise TypeError(f".data of a DTensor is set to a DTensor, got {type(value).__name__}; see distribute_tensor")
+        if value.dtype == self.dtype and value.shape == self.shape and value.device.type == self.device.type:
+            self._local.data = value._resolve().data
+            self._spec = value._spec
+            return
+        # The wrapper's own metadata cannot change: take over a new wrapper.
+        fresh = wrap(value._resolve().detach().requires_grad_(self._local.requires_grad), value._spec)
+        if getattr(self, "_is_param", False):
+            fresh._is_param = True  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(self, fresh)
+
+    def _resolve(self) -> torch.Tensor:
+        """The local tensor, ready for use: waited for, and joined to the local autograd graph."""
+        if self._pending is not None:
+            autograd_bridge.settle(self)
+        return self._local
+
+    # -- copying --------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("only DTensors without history (graph leaves) can be deep-copied; detach() first")
+        copied = wrap(copy.deepcopy(self._local, memo), self._spec)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        spec = self._spec
+        parts = (self._resolve().detach(), spec.layout, tuple(spec.shape), spec.stride)
+        return (_rebuild_dtensor, (*parts, self.requires_grad, getattr(self, "_is_param", False)))
+
+    # -- distributed checkpoint -----------------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002 - DCP's name
+        from hyper_parallel.checkpoint import write_items
+
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from hyper_parallel.checkpoint import chunk_list
+
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from hyper_parallel.checkpoint import tensor_shard
+
+        return tensor_shard(self, index)
+
+    # -- PyTorch's own DTensor ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_torch(tensor: Any) -> DTensor:
+        """Take over a ``torch.distributed.tensor.DTensor``; the local tensor is shared."""
+        from hyper_parallel.torch_interop import from_torch
+
+        return from_torch(tensor)
+
+    def to_torch(self) -> Any:
+        """The same tensor as a ``torch.distributed.tensor.DTensor``; the local tensor is shared."""
+        from hyper_parallel.torch_interop import to_torch
+
+        return to_torch(self)
+
+    # -- dispatch -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return autograd_bridge.guard(func, args, kwargs or {})
+
+
+def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A DTensor around ``local``; the caller vouches that it fits ``spec``."""
+    result: DTensor = _make_wrapper(
+        DTensor, spec.shape, spec.stride, dtype=spec.dtype, device=local.device, requires_grad=local.requires_grad
+    )  # type: ignore[assignment]
+    result._local = local
+    result._spec = spec
+    if not torch.is_grad_enabled():
+        result._pending = autograd_bridge.MADE_WITHOUT_GRAD
+    return result
+
+
+class _GradientLayout(torch.autograd.Function):
+    """Identity whose gradient is moved from one typed layout to another."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, given: Any, wanted: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.args = (given, wanted, shape)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        given, wanted, shape = ctx.args
+        return transition(grad, given, wanted, shape), None, None, None
+
+
+def gradient_spec(spec: Spec, grad: torch.Tensor) -> Spec:
+    """The spec of a local gradient of a tensor with ``spec``."""
+    layout, varying = dual(spec.layout, spec.varying)
+    return make_spec(layout, spec.shape, _stride_like(grad, spec.shape), grad.dtype, varying)
+
+
+def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
+    """The tensor in another spec of the same shape; itself when nothing changes."""
+    old = tensor._spec
+    if spec is old and how is None:
+        return tensor
+    how = how or _How()
+    local = tensor._resolve()
+    src, dst = (old.layout, old.varying), (spec.layout, spec.varying)
+    if tensor._origin is not None and old.layout is spec.layout and torch.is_grad_enabled():
+        # Used as varying after a redistribution: one node from where it came from, with the value we have already.
+        source, source_type, version = tensor._origin
+        if local._version == version and source.requires_grad:
+            how.value = local.detach()
+            local, src = source, source_type
+    moved = transition(local, src, dst, tuple(old.shape), how)
+    result = wrap(moved, spec)
+    if how.pending is not None:
+        result._pending = autograd_bridge.InFlight(how.pending)
+    if src[0] is not dst[0] and moved.requires_grad:
+        result._origin = (local, src, moved._version)
+    return result
+
+
+def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None = None) -> DTensor:
+    """As :func:`convert`, computed once per tensor while its data does not change."""
+    spec = target_spec(tensor._spec, layout, varying)
+    if spec is tensor._spec:
+        return tensor
+    memo = tensor._memo
+    if memo is None:
+        memo = tensor._memo = {}
+    local = tensor._resolve()
+    key = (spec, tensor._spec, torch.is_grad_enabled(), local.requires_grad)
+    found = memo.get(key)
+    if found is not None and found[0] == local._version and found[2]._local._version == found[1]:
+        return found[2]  # type: ignore[no-any-return]
+    result = convert(tensor, spec)
+    memo[key] = (local._version, result._local._version, result)
+    return result
+
+
+def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Stride of a dense tensor of ``shape`` with the dim order of ``local``."""
+    if local.is_contiguous():
+        return contiguous_stride(shape)
+    by_step = sorted(range(local.ndim), key=lambda d: (local.stride(d), d == local.ndim - 1), reverse=False)
+    stride = [1] * local.ndim
+    step = 1
+    for dim in by_step:
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def _check_ranks_agree(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Raise ValueError on every rank unless the ranks give one global shape and equal replicas."""
+    from hyper_parallel import comm
+    from hyper_parallel.spec import NOT_VARYING
+
+    info = layout.info
+    everyone = info.group(tuple(range(info.ndim)))
+    extremes = torch.tensor([*shape, *(-s for s in shape)], device=info.default_device())
+    comm.all_reduce(extremes, everyone, "max")
+    low, high = [-int(v) for v in extremes[len(shape) :]], [int(v) for v in extremes[: len(shape)]]
+    if low != high:
+        raise ValueError(f"from_local: the ranks disagree on the global shape: between {low} and {high}; pass shape=")
+    first = local.detach()
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Replicate):
+            one = layout.with_placements({axis: Partial("sum")})
+            first = transition(first, (layout, NOT_VARYING), (one, NOT_VARYING), shape)
+            first = transition(first, (one, NOT_VARYING), (layout, NOT_VARYING), shape)
+    differs = torch.tensor(int(not torch.equal(first, local.detach())), device=info.default_device())
+    comm.all_reduce(differs, everyone, "max")
+    if int(differs):
+        raise ValueError(f"from_local: the ranks hold different values where {describe(layout)} says Replicate")
+
+
+def _rebuild_dtensor(
+    local: torch.Tensor,
+    layout: Layout,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    is_param: bool,
+) -> DTensor:
+    result = wrap(local.requires_grad_(requires_grad), make_spec(layout, shape, stride, local.dtype))
+    if is_param:
+        result._is_param = True  # type: ignore[attr-defined]
+    return result
+
+
+from hyper_parallel.dispatcher import dispatch  # noqa: E402 - the dispatcher needs DTensor

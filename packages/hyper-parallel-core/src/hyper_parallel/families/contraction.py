@@ -1,0 +1,140 @@
+"""Products that contract dimensions: matmul, linear, einsum and their relatives.
+
+Every operand's dims are labelled. A label that reaches the output shards operands and output alike; a label that is
+summed away leaves a pending sum; and the product is linear in each operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hyper_parallel.call import Call
+from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
+
+
+def contraction_strategies(
+    shapes: Sequence[Sequence[int]], operands: Sequence[str], output: str, addend: tuple[Sequence[int], str] | None = None
+) -> Iterable[Strategy]:
+    """Strategies of ``operands -> output`` (labels per dim), with an optional tensor that is added to the product.
+
+    The addend, when given, is the first input. A broadcast dim (size 1 where the label is larger) stays Replicate.
+    """
+    sizes: dict[str, int] = {}
+    for shape, labels in zip(shapes, operands, strict=True):
+        for label, size in zip(labels, shape, strict=True):
+            sizes[label] = max(sizes.get(label, 0), size) if size != 1 else sizes.get(label, 1)
+
+    def on(shape: Sequence[int], labels: str, label: str) -> Any:
+        d = labels.find(label)
+        return S(d) if d >= 0 and shape[d] == sizes[label] else R
+
+    for label in dict.fromkeys("".join(operands)):
+        inputs = [on(shape, labels, label) for shape, labels in zip(shapes, operands, strict=True)]
+        if all(p == R for p in inputs):
+            continue
+        if label in output:
+            added = [on(*addend, label)] if addend else []
+            yield Strategy([*added, *inputs], S(output.index(label)))
+        else:
+            yield Strategy([*([P] if addend else []), *inputs], P)
+    for i in range(len(operands)):
+        yield Strategy([*([P] if addend else []), *(P if j == i else R for j in range(len(operands)))], P)
+
+
+def matmul_labels(a: int, b: int) -> tuple[str, str, str]:
+    """Labels of ``matmul`` for operands of rank ``a`` and ``b`` (batch dims aligned from the right)."""
+    batch = "ABCDEFGHIJKLMNOPQRSTUVW"
+    if a == 1 and b == 1:
+        return "k", "k", ""
+    if a == 1:
+        return "k", batch[: b - 2] + "kn", batch[: b - 2] + "n"
+    if b == 1:
+        return batch[: a - 2] + "mk", "k", batch[: a - 2] + "m"
+    widest = max(a, b) - 2
+    names = batch[:widest]
+    return names[widest - (a - 2) :] + "mk", names[widest - (b - 2) :] + "kn", names + "mn"
+
+
+class MatMul(StrategyOp):
+    """``matmul``, ``mm``, ``bmm``, ``mv``, ``dot`` and ``@``."""
+
+    scalars_matter = False
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        a, b = call.inputs[0].shape, call.inputs[1].shape
+        left, right, out = matmul_labels(len(a), len(b))
+        return contraction_strategies([a, b], [left, right], out)
+
+
+class AddMatMul(StrategyOp):
+    """``addmm``, ``baddbmm``, ``addmv``, ``addbmm``: a tensor plus a product.
+
+    Args:
+        batch_sum: whether the batch dimension is summed away (``addbmm``).
+    """
+
+    signature = "input, a, b, *, beta=1, alpha=1"
+    scalars_matter = False
+
+    def __init__(self, op_name: str, *, batch_sum: bool = False) -> None:
+        super().__init__(op_name)
+        self.batch_sum = batch_sum
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        added, a, b = (spec.shape for spec in call.inputs)
+        left, right, out = matmul_labels(len(a), len(b))
+        if self.batch_sum:
+            out = out[1:]
+        return contraction_strategies([a, b], [left, right], out, (added, out[len(out) - len(added) :]))
+
+
+class Linear(StrategyOp):
+    """``F.linear(input, weight, bias)``."""
+
+    signature = "input, weight, bias=None"
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        x, w = call.spec("input").shape, call.spec("weight").shape
+        batch = "ABCDEFGHIJKLMNOPQRSTUVW"[: len(x) - 1]
+        operands, output = [batch + "k", "nk" if len(w) == 2 else "k"], batch + ("n" if len(w) == 2 else "")
+        bias = call.index("bias")
+        for row in contraction_strategies([x, w], operands, output):
+            inputs = dict(zip(("input", "weight"), row.inputs, strict=True))
+            if bias is not None:
+                # Added once: sharded with the output features, or pending when the product is.
+                inputs["bias"] = P if row.outputs == P else S(0) if row.outputs == S(len(output) - 1) and len(w) == 2 else R
+            yield Strategy(inputs, row.outputs)
+
+
+class Einsum(StrategyOp):
+    """``torch.einsum`` with an equation; ``...`` stands for leading batch dims."""
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        operands, output = einsum_labels(call.args[0], [len(s.shape) for s in call.inputs])
+        return contraction_strategies([s.shape for s in call.inputs], operands, output)
+
+
+def einsum_labels(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Labels of every operand and of the output, with ``...`` spelled out.
+
+    Raises:
+        NotImplementedError: for a label repeated in one operand (a diagonal), which has no rule.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    parts = left.split(",")
+    used = {c for c in equation if c.isalpha()}
+    free = [c for c in map(chr, range(0x3B1, 0x3B1 + 24)) if c not in used]
+    widest = max((r - len(p.replace("...", "")) for p, r in zip(parts, ranks, strict=True) if "..." in p), default=0)
+    dots = "".join(free[:widest])
+
+    def spell(part: str, rank: int) -> str:
+        return part.replace("...", dots[widest - (rank - len(part.replace("...", ""))) :] if "..." in part else "")
+
+    operands = [spell(p, r) for p, r in zip(parts, ranks, strict=True)]
+    if any(len(set(o)) != len(o) for o in operands):
+        raise NotImplementedError(f"einsum {equation!r} takes a diagonal, for which there is no rule; use torch.diagonal first")
+    if arrow:
+        return operands, right.replace("...", dots)
+    letters = "".join(p.replace("...", "") for p in parts)
+    return operands, dots + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))

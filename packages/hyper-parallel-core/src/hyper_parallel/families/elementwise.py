@@ -1,0 +1,74 @@
+"""Operators that work element by element, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from hyper_parallel.call import Call
+from hyper_parallel.placements import Partial
+from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
+
+Linear = Literal["no", "each", "sum", "first"]
+
+
+class Elementwise(StrategyOp):
+    """Any number of tensors of broadcastable shapes to one tensor (or several of the same shape).
+
+    Args:
+        linear: how a pending sum passes.
+            ``"no"``: not at all (``exp``, ``add`` of a number).
+            ``"sum"``: when every tensor is pending (``add``, ``sub``; never with a Python number).
+            ``"each"``: one tensor may be pending (``mul``).
+            ``"first"``: the first tensor may be pending (``neg``, ``div``, casts).
+        outputs: number of output tensors.
+    """
+
+    scalars_matter = False
+
+    def __init__(self, op_name: str, *, linear: Linear = "no", outputs: int = 1) -> None:
+        super().__init__(op_name)
+        self.linear, self.outputs = linear, outputs
+
+    def num_outputs(self, call: Call) -> int:
+        return self.outputs
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        shapes = [spec.shape for spec in call.inputs]
+        out = broadcast_shape(shapes)
+        for d in range(len(out)):
+            inputs = [shard_if_full(shape, d, out) for shape in shapes]
+            if any(p != R for p in inputs):
+                yield Strategy(inputs, S(d))
+        yield from self._pending(call, len(shapes))
+
+    def _pending(self, call: Call, count: int) -> Iterable[Strategy]:
+        """Rows for pending sums (and averages, which are sums of a fraction)."""
+        for p in (P, Partial("avg")):
+            if self.linear == "sum" and not _has_number(call):
+                yield Strategy([p] * count, p)
+            elif self.linear == "each":
+                for i in range(count):
+                    yield Strategy([p if j == i else R for j in range(count)], p)
+            elif self.linear == "first":
+                yield Strategy([p], p)
+
+
+def broadcast_shape(shapes: list[Any]) -> tuple[int, ...]:
+    """Shape that these broadcast to; PyTorch's own error when they do not."""
+    if all(shape == shapes[0] for shape in shapes[1:]):
+        return tuple(shapes[0])
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def shard_if_full(shape: Any, d: int, out: tuple[int, ...]) -> Any:
+    """Shard the operand's dim that becomes output dim ``d``, unless it is broadcast there."""
+    own = d - (len(out) - len(shape))
+    return S(own) if own >= 0 and shape[own] == out[d] else R
+
+
+def _has_number(call: Call) -> bool:
+    """Whether a term of the sum is a Python number, which is no pending sum."""
+    return any(isinstance(a, (int, float, complex)) and not isinstance(a, bool) for a in call.args)

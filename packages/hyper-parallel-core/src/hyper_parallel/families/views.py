@@ -1,0 +1,289 @@
+"""Operators that only rearrange: reshaping by sizes, and renaming of dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.boxes import local_shape
+from hyper_parallel.call import Call, Solution, normal_dim, refuse
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import PackedShard, Placement, Replicate, Shard, on_dim
+from hyper_parallel.strategy import LayoutOp
+
+
+def dim_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Smallest runs of old and new dims that hold the same elements: ``[2, 12] -> [2, 3, 4]`` is ``[([0], [0]), ([1], [1, 2])]``.
+
+    With a size of 0 somewhere everything is one group.
+    """
+    if 0 in old or 0 in new:
+        same = list(old) == list(new)
+        return [([d], [d]) for d in range(len(old))] if same else [(list(range(len(old))), list(range(len(new))))]
+    groups = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        a, b = [], []
+        left = right = 1
+        if i < len(old):
+            a, left, i = [i], old[i], i + 1
+        if j < len(new):
+            b, right, j = [j], new[j], j + 1
+        while left != right:
+            if left < right:
+                a.append(i)
+                left, i = left * old[i], i + 1
+            else:
+                b.append(j)
+                right, j = right * new[j], j + 1
+        groups.append((a, b))
+    return groups
+
+
+class Reshape(LayoutOp):
+    """Reshape by global sizes: ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze``, ``view_as``.
+
+    The output shape is that of the function on meta tensors. Shards follow their elements: a split gives the axes to the
+    new dims outermost first; flattening a sharded inner dim gives a :class:`PackedShard`. Pending reductions pass.
+    """
+
+    # view_as and reshape_as read only the shape of the second tensor.
+    uncounted = (1,)
+
+    def solve(self, call: Call) -> Solution:
+        spec = call.inputs[0]
+        new = global_shape(call)
+        layout, target = reshaped_layout(spec.layout, tuple(spec.shape), new)
+        if target is not spec.layout and call.mode.policy != "auto":
+            raise refuse(
+                call,
+                f"shape {tuple(spec.shape)} to {new}: the shards do not fall on boundaries of the new dimensions",
+                f"redistribute to {target} first, or use redistribute_policy('auto')",
+            )
+        sizes = local_shape(layout, new, layout.info.my_coordinate())
+        targets = [target, *(s.layout for s in call.inputs[1:])]
+        is_view = call.name not in ("reshape", "flatten", "unflatten", "reshape_as")
+        local = _view_as_sizes(sizes) if is_view else _reshape_to_sizes(sizes)
+        return Solution(targets, [layout], local, uncounted=self.positions(call, self.uncounted), is_view=True)
+
+
+def global_shape(call: Call) -> tuple[int, ...]:
+    """Output shape of the call's function on meta tensors."""
+    from hyper_parallel.dispatcher import _meta
+
+    with torch.no_grad():
+        return tuple(call.func(*_meta(call.args), **{k: _meta(v) for k, v in call.kwargs.items()}).shape)
+
+
+def _view_as_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: x.view(sizes)
+
+
+def _reshape_to_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: x.reshape(sizes)
+
+
+def reshaped_layout(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Layout, Layout]:
+    """Output layout of a reshape, and the layout that its input must have (the same where the shards fit)."""
+    placements: list[Placement] = list(layout.placements)
+    order: list[tuple[int, ...]] = [()] * len(new)
+    drop: list[int] = []
+    for a, b in dim_groups(old, new):
+        if not any(layout.shard_order[d] for d in a):
+            continue
+        placed = _group_placements(layout, [old[d] for d in a], a, [new[d] for d in b], b)
+        if placed is None:
+            drop.extend(axis for d in a for axis in layout.shard_order[d])
+            continue
+        for dim, axes in placed.items():
+            order[dim] = tuple(axis for axis, _ in axes)
+            for axis, placement in axes:
+                placements[axis] = placement
+    if drop:
+        target = layout.with_placements(dict.fromkeys(drop, Replicate()))
+        return reshaped_layout(target, old, new)[0], target
+    return layout.with_order(tuple(placements), tuple(order)), layout
+
+
+def _group_placements(
+    layout: Layout, old: list[int], a: list[int], new: list[int], b: list[int]
+) -> dict[int, list[tuple[int, Placement]]] | None:
+    """Where the axes that shard the old dims ``a`` go among the new dims ``b``; None when they do not fit."""
+    if len(a) == 1 and len(b) == 1:
+        return {b[0]: [(axis, on_dim(layout.placements[axis], b[0])) for axis in layout.shard_order[a[0]]]}
+    big_old = [i for i, n in enumerate(old) if n != 1]
+    if any(layout.shard_order[a[i]] for i in range(len(a)) if i not in big_old):
+        return None  # a shard of a dim of size 1 has nowhere to go
+    if len(big_old) == 1:
+        return _split(layout, a[big_old[0]], old[big_old[0]], new, b)
+    if sum(n != 1 for n in new) == 1:
+        return _flatten(layout, old, a, next(d for d, n in zip(b, new, strict=True) if n != 1))
+    return None
+
+
+def _split(layout: Layout, dim: int, size: int, new: list[int], b: list[int]) -> dict[int, list[tuple[int, Placement]]] | None:
+    """One dim into several: axes go to the new dims outermost first."""
+    placed: dict[int, list[tuple[int, Placement]]] = {}
+    left = list(new)  # what is left of each new dim after the axes placed so far
+    for axis in layout.shard_order[dim]:
+        placement, parts = layout.placements[axis], layout.mesh_shape[axis]
+        if isinstance(placement, PackedShard):
+            found = _split_packed(placement, size, parts, new, b)
+            if found is None or len(layout.shard_order[dim]) > 1:
+                return None
+            return {found.dim: [(axis, found)]}
+        position = next((i for i, n in enumerate(left) if n != 1), None)
+        if position is None:
+            return None
+        inner = math.prod(left[position + 1 :])
+        rows = left[position]
+        if inner == 1:  # nothing below: any chunking is one of this dim
+            placed.setdefault(b[position], []).append((axis, Shard(b[position])))
+            if rows % parts:
+                return placed if axis == layout.shard_order[dim][-1] else None
+        elif rows % parts == 0:
+            placed.setdefault(b[position], []).append((axis, Shard(b[position])))
+        elif parts == 1:
+            placed.setdefault(b[position], []).append((axis, Shard(b[position])))
+        else:
+            return None
+        left[position] = rows // parts
+    return placed
+
+
+def _split_packed(placement: PackedShard, size: int, parts: int, new: list[int], b: list[int]) -> Shard | None:
+    """A packed dim into several: sections become a dim of their own, or stay sections of the outermost new dim."""
+    sections = placement.sections
+    outer = math.prod(new[:1])
+    inner = size // outer
+    if len(new) >= 2 and len(set(sections)) == 1 and inner == sections[0]:
+        rest = math.prod(new[2:])
+        if rest == 1 or new[1] % parts == 0:
+            return Shard(b[1])
+    if all(s % inner == 0 and (s // inner) % parts == 0 for s in sections):
+        return PackedShard(b[0], tuple(s // inner for s in sections))
+    return None
+
+
+def _flatten(layout: Layout, old: list[int], a: list[int], out: int) -> dict[int, list[tuple[int, Placement]]] | None:
+    """Several dims into one: a sharded outermost dim stays a plain shard, a sharded inner dim becomes packed."""
+    plain: list[tuple[int, Placement]] = []
+    packed: list[tuple[int, Placement]] = []
+    outermost = True
+    for position, (dim, size) in enumerate(zip(a, old, strict=True)):
+        axes = layout.shard_order[dim]
+        inner = math.prod(old[position + 1 :])
+        for axis in axes:
+            if isinstance(layout.placements[axis], PackedShard):
+                return None
+        ways = math.prod(layout.mesh_shape[axis] for axis in axes)
+        if axes and size % ways and inner != 1:
+            return None  # uneven pieces of an outer dim end between the chunks of the flat one
+        if axes and size % ways and not outermost and len(axes) > 1:
+            return None
+        if axes and outermost:
+            plain += [(axis, Shard(out)) for axis in axes]
+        elif axes:
+            if packed or len(axes) > 1:
+                return None
+            rows = math.prod(old[:position])
+            packed.append((axes[0], PackedShard(out, (size * inner,) * rows)))
+            if size % ways and plain:
+                return None
+        if size != 1:
+            outermost = False
+    return {out: packed + plain}
+
+
+class DimMap(LayoutOp):
+    """Operators that reorder whole dimensions: ``transpose``, ``permute``, ``movedim``, ``T``, ``unsqueeze`` and so on.
+
+    Args:
+        kind: which argument form the function has.
+    """
+
+    def __init__(self, op_name: str, *, kind: str) -> None:
+        self.kind = kind
+        super().__init__(op_name)
+
+    def solve(self, call: Call) -> Solution:
+        layout = call.inputs[0].layout
+        order = _KINDS[self.kind](call, layout.ndim)
+        mapping: list[int | None] = [None] * layout.ndim
+        for new, old in enumerate(order):
+            mapping[old] = new
+        return Solution([layout], [layout.move_dims(mapping, len(order))], is_view=True)
+
+
+def _arguments(call: Call, *names: str) -> list[Any]:
+    """Positional arguments after the tensor, or keyword ones by name."""
+    positional = list(call.args[1:])
+    return positional + [call.kwargs[n] for n in names[len(positional) :] if n in call.kwargs]
+
+
+def _swap(call: Call, ndim: int) -> list[int]:
+    a, b = (normal_dim(d, ndim) for d in _arguments(call, "dim0", "dim1"))
+    order = list(range(ndim))
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _permute(call: Call, ndim: int) -> list[int]:
+    given = _arguments(call, "dims")
+    dims = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    return [normal_dim(d, ndim) for d in dims]
+
+
+def _reverse(call: Call, ndim: int) -> list[int]:
+    return list(reversed(range(ndim)))
+
+
+def _swap_last(call: Call, ndim: int) -> list[int]:
+    return [*range(ndim - 2), ndim - 1, ndim - 2]
+
+
+def _movedim(call: Call, ndim: int) -> list[int]:
+    source, destination = _arguments(call, "source", "destination")
+    sources = [normal_dim(d, ndim) for d in ([source] if isinstance(source, int) else source)]
+    targets = [normal_dim(d, ndim) for d in ([destination] if isinstance(destination, int) else destination)]
+    order: list[int | None] = [None] * ndim
+    for s, t in zip(sources, targets, strict=True):
+        order[t] = s
+    rest = iter(d for d in range(ndim) if d not in sources)
+    return [next(rest) if d is None else d for d in order]
+
+
+_KINDS: dict[str, Callable[[Call, int], list[int]]] = {
+    "swap": _swap,
+    "permute": _permute,
+    "reverse": _reverse,
+    "swap_last": _swap_last,
+    "movedim": _movedim,
+}
+
+
+class Expand(LayoutOp):
+    """``expand``, ``expand_as``, ``broadcast_to``: dims of size 1 grow, new dims come in front."""
+
+    uncounted = (1,)
+
+    def solve(self, call: Call) -> Solution:
+        spec = call.inputs[0]
+        new = global_shape(call)
+        added = len(new) - len(spec.shape)
+        target = spec.layout
+        grown = [d for d, n in enumerate(spec.shape) if n != new[d + added] and target.shard_order[d]]
+        if grown:
+            target = target.with_placements({a: Replicate() for d in grown for a in target.shard_order[d]})
+            if call.mode.policy != "auto":
+                raise refuse(call, f"dim {grown[0]} of size 1 is sharded and would grow", f"redistribute to {target} first")
+        layout = target.move_dims([d + added for d in range(len(spec.shape))], len(new))
+        sizes = local_shape(layout, new, layout.info.my_coordinate())
+        targets = [target, *(s.layout for s in call.inputs[1:])]
+        local: Callable[..., Any] = lambda x, *args, **kwargs: x.expand(sizes)  # noqa: E731
+        return Solution(targets, [layout], local, uncounted=self.positions(call, self.uncounted), is_view=True)
+

@@ -1,0 +1,132 @@
+"""Device meshes: PyTorch's ``DeviceMesh``, and what a layout needs to know about one.
+
+``MeshInfo`` keeps, per mesh, this rank's coordinate and the process groups over one axis or several together. It is
+made once per mesh and is the place where layouts of that mesh are interned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info"]
+
+
+class AxisGroup:
+    """The ranks that differ from this one only along some mesh axes.
+
+    Attributes:
+        group: the process group.
+        coordinates: mesh coordinate of each member, in the order of the group's ranks.
+        rank: this process's index in the group.
+    """
+
+    __slots__ = ("axes", "coordinates", "group", "rank", "size")
+
+    def __init__(self, axes: tuple[int, ...], group: Any, coordinates: list[tuple[int, ...]], rank: int) -> None:
+        self.axes, self.group, self.coordinates, self.rank = axes, group, coordinates, rank
+        self.size = len(coordinates)
+
+
+class MeshInfo:
+    """One mesh as seen by this rank."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.shape: tuple[int, ...] = tuple(mesh.shape)
+        self.ndim = len(self.shape)
+        self.names: tuple[str, ...] = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(self.ndim)))
+        self.device_type: str = mesh.device_type
+        coordinate = mesh.get_coordinate()
+        self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
+        self.world = dist.group.WORLD
+        self.layouts: dict[Any, Any] = {}
+        self._groups: dict[tuple[int, ...], AxisGroup] = {}
+
+    def axis(self, name: str | int) -> int:
+        """Index of a mesh axis given by name or index.
+
+        Raises:
+            ValueError: when the mesh has no such axis.
+        """
+        if isinstance(name, int):
+            if -self.ndim <= name < self.ndim:
+                return name % self.ndim
+        elif name in self.names:
+            return self.names.index(name)
+        raise ValueError(f"mesh axis {name!r} is unknown; this mesh has {self.names} of sizes {self.shape}")
+
+    def my_coordinate(self) -> tuple[int, ...]:
+        """This rank's mesh coordinate.
+
+        Raises:
+            RuntimeError: when this rank is not part of the mesh.
+        """
+        if self.coordinate is None:
+            raise RuntimeError(f"rank {dist.get_rank()} is not part of the mesh {self.names} of sizes {self.shape}")
+        return self.coordinate
+
+    def group(self, axes: tuple[int, ...]) -> AxisGroup:
+        """The group over ``axes`` (ascending) that contains this rank; made on first use.
+
+        Only the members take part in making a flattened group (local synchronisation), so one pipeline stage can use
+        its mesh without the others.
+        """
+        found = self._groups.get(axes)
+        if found is None:
+            found = self._groups[axes] = self._make_group(axes)
+        return found
+
+    def _make_group(self, axes: tuple[int, ...]) -> AxisGroup:
+        here = self.my_coordinate()
+        members: dict[int, tuple[int, ...]] = {}
+        for position in itertools.product(*(range(self.shape[a]) for a in axes)):
+            coordinate = list(here)
+            for axis, index in zip(axes, position, strict=True):
+                coordinate[axis] = index
+            members[int(self.mesh.mesh[tuple(coordinate)])] = tuple(coordinate)
+        if len(axes) == 1:
+            group = self.mesh.get_group(axes[0])
+        elif sorted(members) == list(range(dist.get_world_size())):
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(sorted(members), use_local_synchronization=True)
+        ranks = dist.get_process_group_ranks(group)
+        return AxisGroup(axes, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
+
+    def default_device(self) -> torch.device:
+        """The device on which this rank keeps its local tensors."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        module = torch.get_device_module(self.device_type)
+        return torch.device(self.device_type, module.current_device())
+
+    def __repr__(self) -> str:
+        return "x".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
+
+
+_INFOS: dict[DeviceMesh, MeshInfo] = {}
+
+
+def mesh_info(mesh: DeviceMesh) -> MeshInfo:
+    """The :class:`MeshInfo` of a mesh; equal meshes share one.
+
+    Raises:
+        TypeError: when ``mesh`` is not a DeviceMesh.
+        PluginError: when the ranks of the mesh have different plugins installed (checked once per mesh).
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh (see init_device_mesh), got {type(mesh).__name__}")
+    info = _INFOS.get(mesh)
+    # A new default group means that torch.distributed was started again: the old groups are dead.
+    if info is None or info.world is not dist.group.WORLD:
+        from hyper_parallel.fingerprint import check_same_plugins
+
+        info = MeshInfo(mesh)
+        check_same_plugins(info)
+        _INFOS[mesh] = info
+    return info

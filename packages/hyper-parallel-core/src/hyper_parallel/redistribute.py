@@ -1,0 +1,168 @@
+"""Change a DTensor's layout, with a backward that is the exact dual.
+
+A forward transition A -> B on values has the backward dual(B) -> dual(A) on gradients (:func:`hyper_parallel.spec.dual`),
+itself such a transition, so second derivatives are right. One autograd function covers all pairs: all-gather against
+slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all against all-to-all, and so on.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from hyper_parallel import comm_trace
+from hyper_parallel.errors import RedistributionError
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial, Placement, Replicate, short
+from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
+from hyper_parallel.transition import Pending, plan_transition
+
+Typed = tuple[Layout, frozenset[int]]
+
+
+class _Transition(torch.autograd.Function):
+    """Local tensor in one typed layout -> local tensor in another."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How) -> torch.Tensor:
+        ctx.args = (src, dst, shape, how)
+        ctx.where = comm_trace.user_line() if comm_trace._active else None
+        if how.value is not None:
+            return how.value.view_as(how.value)
+        return how.move(local, src[0], dst[0], shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        src, dst, shape, how = ctx.args
+        with _described(dual(*dst)[0], dual(*src)[0], ctx.where, "backward"):
+            back = _Transition.apply(grad, dual(*dst), dual(*src), shape, how.reverse())
+        return back, None, None, None, None
+
+
+class _How:
+    """How a transition is carried out: dtypes on the wire, at once or in flight, or with a known value."""
+
+    __slots__ = ("backward_dtype", "forward_dtype", "pending", "value", "want_pending")
+
+    def __init__(
+        self,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        want_pending: bool = False,
+        value: torch.Tensor | None = None,
+    ) -> None:
+        self.forward_dtype, self.backward_dtype = forward_dtype, backward_dtype
+        self.want_pending, self.value = want_pending, value
+        self.pending: Pending | None = None
+
+    def reverse(self) -> _How:
+        return _PLAIN if self.backward_dtype is None else _How(self.backward_dtype, self.forward_dtype)
+
+    def move(self, local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ...]) -> torch.Tensor:
+        plan = plan_transition(src, dst, shape)
+        if not plan.steps:
+            return local.view_as(local)
+        if self.forward_dtype is not None and self.forward_dtype != local.dtype:
+            return plan.run(local.to(self.forward_dtype)).to(local.dtype)
+        if self.want_pending:
+            result = plan.start(local)
+            if isinstance(result, torch.Tensor):
+                return result
+            self.pending = result
+            return result.out
+        return plan.run(local)
+
+
+_PLAIN = _How()
+
+
+def _described(src: Layout, dst: Layout, where: str | None, phase: str) -> Any:
+    if not comm_trace._active:
+        return nullcontext()
+    return comm_trace.described(f"{describe(src)} -> {describe(dst)}", where, phase)
+
+
+def describe(layout: Layout) -> str:
+    """Placements as one word, e.g. ``S(0),R``."""
+    return ",".join(short(p) for p in layout.placements)
+
+
+def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How = _PLAIN) -> torch.Tensor:
+    """A local tensor moved between typed layouts, differentiable when the tensor needs a gradient.
+
+    Raises:
+        RedistributionError: when a gradient would have to pass a pending max, min or product.
+    """
+    if torch.is_grad_enabled() and local.requires_grad:
+        local, src = _only_sums(local, src)
+        dst = (_sum_for_avg(dst[0]), dst[1])
+        if src is dst or src == dst:
+            return local
+        with _described(src[0], dst[0], None, "forward"):
+            return _Transition.apply(local, src, dst, shape, how)  # type: ignore[no-any-return]
+    if src[0] is dst[0]:
+        return local
+    with _described(src[0], dst[0], None, "forward"):
+        return how.move(local, src[0], dst[0], shape)
+
+
+def _only_sums(local: torch.Tensor, src: Typed) -> tuple[torch.Tensor, Typed]:
+    """The same value with every pending average written as a pending sum, the only one that carries gradients."""
+    layout, varying = src
+    scale, changes = 1, {}
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            if placement.reduce_op != "avg":
+                raise RedistributionError(
+                    f"a gradient cannot pass a pending {placement.reduce_op} (mesh axis {layout.mesh_dim_names[axis]!r}): "
+                    "use the operator on a tensor that is not sharded along the reduced dimension, or detach() first"
+                )
+            scale *= layout.mesh_shape[axis]
+            changes[axis] = Partial()
+    if not changes:
+        return local, src
+    return local / scale, (layout.with_placements(changes), varying)
+
+
+def _sum_for_avg(layout: Layout) -> Layout:
+    if all(not isinstance(p, Partial) or p.reduce_op == "sum" for p in layout.placements):
+        return layout
+    raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")
+
+
+def target_spec(spec: Spec, layout: Layout, varying: frozenset[int] | None = None) -> Spec:
+    """The spec after redistribution to ``layout``; an axis stays varying while it stays Replicate unless told."""
+    if varying is None:
+        varying = frozenset(a for a in spec.varying if isinstance(layout.placements[a], Replicate))
+    if layout is spec.layout and varying == spec.varying:
+        return spec
+    moved = plan_transition(spec.layout, layout, spec.shape).steps
+    stride = contiguous_stride(spec.shape) if moved else spec.stride
+    return make_spec(layout, spec.shape, stride, spec.dtype, varying)
+
+
+def varying_axes(layout: Layout, grad_placements: Any) -> frozenset[int]:
+    """Axes of ``layout`` whose gradient placement is Partial while the value is Replicate."""
+    return frozenset(
+        a
+        for a, (p, g) in enumerate(zip(layout.placements, grad_placements, strict=True))
+        if isinstance(p, Replicate) and isinstance(g, Partial)
+    )
+
+
+def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: Any) -> tuple[Layout, frozenset[int]]:
+    """The typed layout of a gradient that the user describes by ``grad_placements``, one per mesh axis.
+
+    Raises:
+        ValueError: when their number is not the mesh's.
+    """
+    natural, duals = dual(layout, varying)
+    if grad_placements is None:
+        return natural, duals
+    given: tuple[Placement, ...] = tuple(grad_placements)
+    if len(given) != len(layout.placements):
+        raise ValueError(f"{len(given)} grad_placements {given} for a mesh of {len(layout.placements)} axes")
+    wanted = natural.with_placements(dict(enumerate(Layout.from_placements(layout.mesh, given, ndim=layout.ndim).placements)))
+    return wanted, frozenset(a for a in duals if isinstance(wanted.placements[a], Replicate))

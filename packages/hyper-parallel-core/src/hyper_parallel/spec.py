@@ -1,0 +1,102 @@
+"""Spec: everything a DTensor knows beside its local tensor, as one interned value.
+
+Equal specs are the same object, so the dispatcher's cache compares them by identity.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hyper_parallel.boxes import local_shape
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial, Placement, Replicate
+
+NOT_VARYING: frozenset[int] = frozenset()
+
+
+class Spec:
+    """Layout, global shape, stride and dtype of a DTensor, and the gradient type of its Replicate axes.
+
+    Attributes:
+        varying: mesh axes on which the tensor is Replicate while its gradient is Partial: the ranks hold terms that
+            sum to the gradient. On every other Replicate axis the gradient is equal and complete on each rank.
+    """
+
+    __slots__ = ("__weakref__", "_meta", "dtype", "layout", "shape", "stride", "varying")
+
+    layout: Layout
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    varying: frozenset[int]
+
+    def replace(self, **changes: Any) -> Spec:
+        """The spec with some fields changed."""
+        fields = {name: getattr(self, name) for name in ("layout", "shape", "stride", "dtype", "varying")}
+        return make_spec(**(fields | changes))
+
+    @property
+    def meta(self) -> torch.Tensor:
+        """A meta tensor of the global shape, stride and dtype, for shape inference."""
+        if self._meta is None:
+            self._meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return self._meta
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's local tensor."""
+        return local_shape(self.layout, self.shape, self.layout.info.my_coordinate())
+
+    def __repr__(self) -> str:
+        varying = f", varying over {sorted(self.varying)}" if self.varying else ""
+        return f"Spec({tuple(self.shape)}, {self.dtype}, {self.layout}{varying})"
+
+
+def make_spec(
+    layout: Layout,
+    shape: Iterable[int],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    varying: frozenset[int] = NOT_VARYING,
+) -> Spec:
+    """The interned spec of these parts."""
+    specs = layout._specs
+    if not specs:
+        specs = layout._specs = weakref.WeakValueDictionary()
+    key = (tuple(shape), stride, dtype, varying)
+    found: Spec | None = specs.get(key)
+    if found is None:
+        found = Spec()
+        found.layout, found.shape, found.stride, found.dtype = layout, torch.Size(key[0]), stride, dtype
+        found.varying, found._meta = varying, None
+        specs[key] = found
+    return found
+
+
+def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+    """Stride of a contiguous tensor of this shape."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(tuple(shape)):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def dual(layout: Layout, varying: frozenset[int]) -> tuple[Layout, frozenset[int]]:
+    """Layout and varying axes of the *gradient* of a local tensor with these.
+
+    Per axis (JAX's shard_map and ``spmd_types`` name them S, P, V, I): slices for slices; a pending sum and a varying
+    replica are each other's dual; an invariant replica is its own.
+    """
+    found: tuple[Layout, frozenset[int]] | None = layout._dual.get(varying)
+    if found is None:
+        changes: dict[int, Placement] = {a: Partial() for a in varying}
+        sums = {a for a, p in enumerate(layout.placements) if isinstance(p, Partial)}
+        changes.update({a: Replicate() for a in sums})
+        found = layout._dual[varying] = (layout.with_placements(changes), frozenset(sums))
+    return found

@@ -1,0 +1,343 @@
+"""Strategies: an operator's mathematics as a list of legal placements for one mesh axis.
+
+    class IndexAdd(StrategyOp):
+        signature = "input, dim, index, source, *, alpha=1"
+
+        def strategies(self, call):
+            dim = call.dim("dim")
+            for d in range(call.inputs[0].layout.ndim):
+                if d != dim:
+                    yield Strategy({"input": S(d), "source": S(d)}, S(d))      # other dims may be sharded alike
+            yield Strategy({"input": P, "source": P}, P)                        # linear
+            yield Strategy({"input": P, "index": S(0), "source": S(dim)}, P)    # sharded sources leave a pending sum
+
+Inputs that a row does not name are Replicate, and "everything Replicate" is always legal. The engine matches every mesh
+axis on its own (so the work grows linearly with the mesh's rank), then checks the axes jointly: operands that share a
+dimension must be sharded by the same axes in the same order. It picks the cheapest redistribution that the policy allows
+and writes the error when there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.call import Call, Signature, Solution, refuse
+from hyper_parallel.context import Mode
+from hyper_parallel.layout import Layout
+from hyper_parallel.op import DistributedOp
+from hyper_parallel.placements import Partial, Placement, Replicate, Shard, on_dim, short
+from hyper_parallel.transition import plan_transition
+
+__all__ = ["LayoutOp", "P", "R", "S", "Strategy", "StrategyOp"]
+
+R = Replicate()
+P = Partial("sum")
+_SHARDS = tuple(Shard(d) for d in range(16))
+
+
+def S(dim: int) -> Shard:  # noqa: N802 - reads as the placement it is
+    """``Shard(dim)``, shared."""
+    return _SHARDS[dim] if 0 <= dim < 16 else Shard(dim)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One legal combination of placements on one mesh axis.
+
+    Attributes:
+        inputs: placement of each tensor input, by position or by name; what is left out is Replicate.
+        outputs: placement of the output, or one per output.
+        invariant: inputs (as in ``inputs``) used only after the operator's own reduction, which therefore keep a whole
+            gradient on every rank.
+    """
+
+    inputs: Sequence[Placement] | Mapping[str, Placement]
+    outputs: Placement | Sequence[Placement]
+    invariant: Sequence[int | str] = ()
+
+
+class LayoutOp(DistributedOp):
+    """A rule that decides from a :class:`~hyper_parallel.call.Call`; :meth:`solve` is all that a subclass writes.
+
+    Attributes:
+        signature: parameter names, when the rule reads arguments by name.
+        scalars_matter: whether an int argument (beyond its type) can change a layout. False lets ``x * 3`` and ``x * 4``
+            share a cache entry.
+        uncounted: names or positions of tensor inputs read only for dtype, device or shape.
+    """
+
+    signature: str | None = None
+    scalars_matter: bool = True
+    uncounted: Sequence[int | str] = ()
+    cache_expand = True
+
+    def __init__(self, op_name: str, **params: Any) -> None:
+        super().__init__(op_name, **params)
+        self._parsed = None if self.signature is None else Signature(self.signature)
+
+    def solve(self, call: Call) -> Solution:
+        """Targets of the inputs and layouts of the outputs.
+
+        Raises:
+            RedistributionError: when the inputs do not fit and the policy allows no way out.
+        """
+        raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define solve")
+
+    # -- the three phases, as the dispatcher inlines them -----------------------------------------------------------
+
+    def preprocess(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Local arguments, and the :class:`Call` as the only cache value."""
+        from hyper_parallel.dispatcher import local_arguments, make_call
+
+        call = make_call(self, None, tuple(args), kwargs)
+        local_args, local_kwargs = local_arguments(args, kwargs)
+        return local_args, local_kwargs, (call,)
+
+    def infer_layout(self, cache_values: Any) -> tuple[tuple[Any, ...], Any]:
+        """Output layouts and the :class:`~hyper_parallel.call.Solution`."""
+        solution = self.solve(cache_values[0])
+        return tuple(solution.outputs), solution
+
+    def get_expand_impl(self, func: Callable[..., Any], infer_result: Any, cache_values: Any) -> Callable[..., Any] | None:
+        """The solution's local function."""
+        return infer_result[1].local  # type: ignore[no-any-return]
+
+    def positions(self, call: Call, names: Iterable[int | str]) -> frozenset[int]:
+        """Input positions of names or positions; absent ones are left out."""
+        found = (n if isinstance(n, int) else call.index(n) for n in names)
+        return frozenset(p for p in found if p is not None)
+
+
+class StrategyOp(LayoutOp):
+    """A rule given by strategies."""
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        """The legal combinations for one mesh axis, in order of preference among equally cheap ones."""
+        raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define strategies")
+
+    def num_outputs(self, call: Call) -> int:
+        """How many tensors the operator returns."""
+        return 1
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        """What runs on the local tensors, when the function itself is not right there: local sizes in the arguments, or
+        communication inside."""
+        return None
+
+    def solve(self, call: Call) -> Solution:
+        """Match the strategies per mesh axis, then jointly."""
+        rows = [_Row.of(self, call, strategy) for strategy in self.strategies(call)]
+        count = self.num_outputs(call)
+        everything = _Row((R,) * len(call.inputs), (R,) * count, frozenset())
+        if not any(row.inputs == everything.inputs for row in rows):
+            rows.append(everything)
+        chosen = [_choose(call, rows, axis) for axis in range(call.info.ndim)]
+        targets, outputs = _joint(call, chosen, count)
+        _check_policy(call, targets, rows)
+        solution = Solution(
+            targets,
+            list(outputs),
+            invariant=frozenset.intersection(*(row.invariant for row in chosen)),
+            uncounted=self.positions(call, self.uncounted),
+        )
+        solution.local = self.local_function(call, targets, outputs)
+        return solution
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A strategy with one placement per input and output."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    invariant: frozenset[int]
+
+    @classmethod
+    def of(cls, op: StrategyOp, call: Call, strategy: Strategy) -> _Row:
+        if isinstance(strategy.inputs, Mapping):
+            inputs: list[Placement] = [R] * len(call.inputs)
+            for name, placement in strategy.inputs.items():
+                index = call.index(name)
+                if index is not None:
+                    inputs[index] = placement
+        else:
+            inputs = [*strategy.inputs, *[R] * (len(call.inputs) - len(strategy.inputs))]
+        given = strategy.outputs
+        outputs = (given,) * op.num_outputs(call) if isinstance(given, Placement) else tuple(given)
+        return cls(tuple(inputs), outputs, op.positions(call, strategy.invariant))
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(short, self.inputs))} -> {', '.join(map(short, self.outputs))}"
+
+
+# -- one axis -----------------------------------------------------------------------------------------------------
+
+_FORBIDDEN = float("inf")
+
+
+def _choose(call: Call, rows: Sequence[_Row], axis: int) -> _Row:
+    """The cheapest row for one mesh axis."""
+    current = [spec.layout.placements[axis] for spec in call.inputs]
+    best: _Row | None = None
+    best_cost: tuple[float, int] = (_FORBIDDEN, 0)
+    for row in rows:
+        cost = _row_cost(call, row, current)
+        if cost < best_cost:
+            best, best_cost = row, cost
+            if cost == (0, 0):
+                break
+    if best is None:
+        raise _no_strategy(call, rows, axis)
+    return best
+
+
+def _row_cost(call: Call, row: _Row, current: Sequence[Placement]) -> tuple[float, int]:
+    """Elements to communicate and number of conversions; infinite when the policy forbids it."""
+    policy = call.mode.policy
+    total: float = 0
+    conversions = 0
+    anchored = policy == "auto" or any(
+        isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
+        for have, want in zip(current, row.inputs, strict=True)
+    )
+    for index, (have, want) in enumerate(zip(current, row.inputs, strict=True)):
+        if isinstance(want, Shard):
+            if isinstance(have, Shard):
+                if have.dim == want.dim:
+                    continue
+                total += call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
+            elif not anchored:
+                # Nothing is sharded like this: do not start sharding on our own.
+                return _FORBIDDEN, 0
+            elif isinstance(have, Partial):
+                total += _FORBIDDEN if policy == "strict" else call.inputs[index].shape.numel()
+        elif have == want:
+            continue
+        elif isinstance(want, Replicate):
+            if isinstance(have, Partial):
+                total += _FORBIDDEN if policy == "strict" else 2 * call.inputs[index].shape.numel()
+            else:
+                total += 1.5 * call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
+        elif not isinstance(have, Replicate):  # to Partial, from Shard or another Partial
+            total += 2 * call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
+        if call.inplace and index == 0:
+            return _FORBIDDEN, 0  # the target of an in-place operator keeps its placements
+        if total == _FORBIDDEN:
+            return _FORBIDDEN, 0
+        conversions += 1
+    if call.inplace and row.outputs[0] != row.inputs[0]:
+        return _FORBIDDEN, 0
+    if total and any(isinstance(p, Partial) for p in row.outputs):
+        # Reduce all operands rather than some: what stays pending is paid for later, and a reduced form is remembered.
+        total += 2 * max(spec.shape.numel() for spec in call.inputs) + 1
+    return total, conversions
+
+
+def _no_strategy(call: Call, rows: Sequence[_Row], axis: int) -> ValueError:
+    name = call.info.names[axis]
+    current = ", ".join(short(spec.layout.placements[axis]) for spec in call.inputs)
+    if call.inplace:
+        fix = (
+            "an in-place operator cannot change its target's placements: redistribute the operands to fit it, "
+            "or use the out-of-place form"
+        )
+    elif call.mode.policy == "strict":
+        fix = "redistribute(...) the inputs to one of these, or use redistribute_policy('auto')"
+    else:
+        fix = "x = x.redistribute(placements=[...]) before the call, or with redistribute_policy('auto'): ..."
+    listed = [str(row) for row in rows][:8]
+    why = f"no strategy takes ({current}) on mesh axis {name!r}; it takes\n    " + "\n    ".join(listed)
+    return refuse(call, why, fix)
+
+
+# -- all axes together --------------------------------------------------------------------------------------------
+
+_Slot = tuple[int, int]  # (input index, or -1 - output index; tensor dim)
+
+
+def _joint(call: Call, chosen: Sequence[_Row], count: int) -> tuple[list[Layout], list[Layout]]:
+    """Layouts of inputs and outputs from one row per axis, with a shard order that all operands share."""
+    group_of: dict[_Slot, int] = {}
+    groups: list[set[_Slot]] = []
+    sharded_by: dict[_Slot, list[int]] = {}
+    for axis, row in enumerate(chosen):
+        slots = [(i, p.dim) for i, p in enumerate(row.inputs) if isinstance(p, Shard)]
+        slots += [(-1 - i, p.dim) for i, p in enumerate(row.outputs) if isinstance(p, Shard)]
+        for slot in slots:
+            sharded_by.setdefault(slot, []).append(axis)
+        known = {group_of[s] for s in slots if s in group_of}
+        merged = set(slots).union(*(groups[g] for g in known))
+        groups.append(merged)
+        group_of.update(dict.fromkeys(merged, len(groups) - 1))
+
+    orders: dict[int, list[int]] = {}
+    for index in set(group_of.values()):
+        orders[index] = _group_order(call, groups[index], sharded_by)
+
+    def layout(operand: int, ndim: int, base: Layout) -> Layout:
+        placements = []
+        for axis, row in enumerate(chosen):
+            want = row.inputs[operand] if operand >= 0 else row.outputs[-1 - operand]
+            placements.append(_like_anchor(call, row, axis, want) if isinstance(want, Shard) else want)
+        order = []
+        for dim in range(ndim):
+            mine = sharded_by.get((operand, dim), ())
+            shared = orders[group_of[(operand, dim)]] if mine else ()
+            order.append(tuple(a for a in shared if a in mine))
+        return base.with_order(tuple(placements), tuple(order))
+
+    base = call.inputs[0].layout
+    targets = [layout(i, spec.layout.ndim, spec.layout) for i, spec in enumerate(call.inputs)]
+    # An output may have more dims than any shard tells: the dispatcher pads the order once it knows the rank.
+    widest = [1 + max((p.dim for row in chosen if isinstance(p := row.outputs[o], Shard)), default=-1) for o in range(count)]
+    outputs = [layout(-1 - o, widest[o], base) for o in range(count)]
+    return targets, outputs
+
+
+def _group_order(call: Call, slots: set[_Slot], sharded_by: Mapping[_Slot, list[int]]) -> list[int]:
+    """Order of the axes that shard one shared dimension: that of the first operand that has most of them already."""
+    axes = sorted({a for slot in slots for a in sharded_by[slot]})
+    if len(axes) == 1:
+        return axes
+    best: tuple[int, ...] = ()
+    for operand, dim in sorted(slots):
+        if operand >= 0:
+            have = tuple(a for a in call.inputs[operand].layout.shard_order[dim] if a in axes)
+            if len(have) > len(best):
+                best = have
+    return [*best, *(a for a in axes if a not in best)]
+
+
+def _like_anchor(call: Call, row: _Row, axis: int, want: Shard) -> Placement:
+    """``want``, packed as the operand that is sharded already is packed."""
+    for spec, placement in zip(call.inputs, row.inputs, strict=True):
+        have = spec.layout.placements[axis]
+        if isinstance(have, Shard) and isinstance(placement, Shard) and have.dim == placement.dim:
+            return on_dim(have, want.dim)
+    return want
+
+
+def _check_policy(call: Call, targets: Sequence[Layout], rows: Sequence[_Row]) -> None:
+    """Refuse a change of shard order or packing that the per-axis match could not see."""
+    if call.mode.policy == "auto":
+        return
+    for index, (spec, target) in enumerate(zip(call.inputs, targets, strict=True)):
+        if spec.layout is target:
+            continue
+        for have, want in zip(spec.layout.shard_order, target.shard_order, strict=True):
+            same = have == want[: len(have)] and all(spec.layout.placements[a] == target.placements[a] for a in have)
+            if not same and plan_transition(spec.layout, target, spec.shape).cost:
+                names = call.info.names
+                raise refuse(
+                    call,
+                    f"input {index} would have to change from {spec.layout} to {target}, so that operands which share a "
+                    f"dimension are sharded by the same mesh axes ({', '.join(names[a] for a in want)}) in the same order",
+                    f"redistribute input {index} to that layout, or use redistribute_policy('auto')",
+                )
+
+
+def is_strict(mode: Mode) -> bool:
+    """Whether nothing may be communicated on an operator's own account."""
+    return mode.policy == "strict"

@@ -1,0 +1,71 @@
+"""What a test sees when a function run on several ranks does not return on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's exception, as text: the object itself may not survive the trip between processes.
+
+    Attributes:
+        type_name: qualified name of the exception class, e.g. ``"ValueError"``; ``"died"`` for a process that ended.
+        message: ``str(exception)``.
+        traceback: the formatted traceback, without the frames of the worker.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised or died. ``failures`` maps its number to a `RankFailure`; ``str()`` shows them all."""
+
+    def __init__(self, world_size: int, failures: Mapping[int, RankFailure], note: str = "") -> None:
+        self.world_size = world_size
+        self.failures = dict(failures)
+        self.note = note
+        super().__init__(self._describe())
+
+    def _describe(self) -> str:
+        # Ranks that failed alike are shown once: four copies of one traceback hide what is different.
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, failure in sorted(self.failures.items()):
+            ranks_by_text.setdefault(failure.traceback, []).append(rank)
+        parts = [f"{len(self.failures)} of {self.world_size} ranks failed"]
+        parts += [f"--- {name_ranks(ranks)} ---\n{text.rstrip()}" for text, ranks in ranks_by_text.items()]
+        if self.note:
+            parts.append(self.note)
+        return "\n".join(parts)
+
+
+class RanksTimedOut(RanksFailed):
+    """Not all ranks returned in time. ``stacks`` maps the number of each late rank to its thread stacks, as text."""
+
+    def __init__(self, world_size: int, timeout: float, stacks: Mapping[int, str], finished: list[int]) -> None:
+        self.stacks = dict(stacks)
+        parts = [f"{name_ranks(sorted(stacks))} of {world_size} did not return within {timeout:g} s and were stopped"]
+        if finished:
+            parts.append(f"{name_ranks(sorted(finished))} had returned")
+        parts += [f"--- rank {rank} was here ---\n{text.rstrip()}" for rank, text in sorted(stacks.items())]
+        self._text = "\n".join(parts)
+        super().__init__(world_size, {})
+
+    def _describe(self) -> str:
+        return self._text
+
+
+class RanksSkipped(Exception):
+    """A rank asked for a skip (``pytest.skip``, ``unittest.SkipTest``); the text is its reason."""
+
+
+class NotSendableError(TypeError):
+    """A function, or one of its arguments, cannot be sent to another process."""
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,149 @@
+"""The program of one rank: join the process group, then run tasks until told to stop."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import threading
+import traceback
+import unittest
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, parent_process
+from types import TracebackType
+
+from hyper_parallel.testing.failures import RankFailure
+from hyper_parallel.testing.load import load_call
+from hyper_parallel.testing.messages import RAISED, RETURNED, SKIPPED, Reply, Task
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a rank needs to start. ``collective_timeout`` is in seconds."""
+
+    rank: int
+    world_size: int
+    collective_timeout: float
+    environment: Mapping[str, str]
+    log_file: str
+    stacks_file: str
+
+
+def main(setup: WorkerSetup, conn: connection.Connection) -> None:
+    """Entry point of the rank's process."""
+    _watch_parent(os.path.dirname(setup.log_file))
+    _prepare_process(setup)
+    _join_process_group(setup, conn)
+    while True:
+        message = pickle.loads(conn.recv_bytes())
+        if message is None:
+            return
+        reply = _run(message)
+        # The test process reads this rank's output when the reply arrives.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        conn.send_bytes(pickle.dumps(reply))
+
+
+def _watch_parent(folder: str) -> None:
+    """When the test process is gone, remove its files and end, also while this rank is stuck in a collective."""
+    parent = parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+
+    def wait_for_the_end_of_the_parent() -> None:
+        connection.wait([sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end_of_the_parent, daemon=True).start()
+
+
+def _prepare_process(setup: WorkerSetup) -> None:
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    # Ctrl-C reaches the whole process group; the test process decides what happens to its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = open(setup.log_file, "w", buffering=1)  # noqa: SIM115 - it and the next live as long as the process
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    faulthandler.enable(log)
+    stacks = open(setup.stacks_file, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+
+
+def _join_process_group(setup: WorkerSetup, conn: connection.Connection) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=setup.collective_timeout)
+    if setup.rank == 0:  # port 0: the system picks a free one, so that no other program can take it in between
+        store = TCPStore(HOST, 0, setup.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        conn.send_bytes(pickle.dumps(store.port))
+    port = pickle.loads(conn.recv_bytes())
+    if setup.rank != 0:
+        store = TCPStore(HOST, port, setup.world_size, is_master=False, timeout=timeout)
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
+    conn.send_bytes(pickle.dumps(os.getpid()))
+
+
+def _run(task: Task) -> Reply:
+    try:
+        fn, args, kwargs = load_call(task)
+        _reset_torch()
+        value = pickle.dumps(fn(*args, **kwargs))
+    except BaseException as exc:  # SystemExit and pytest's outcomes too: a rank ends only when the pool says so
+        if _is_skip(exc):
+            return Reply(SKIPPED, failure=RankFailure(type(exc).__qualname__, str(exc), ""), groups=_group_count())
+        return Reply(RAISED, failure=_describe(exc), groups=_group_count())
+    return Reply(RETURNED, value=value, groups=_group_count())
+
+
+def _reset_torch() -> None:
+    """What one test sets must not reach the next."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+
+
+def _is_skip(exc: BaseException) -> bool:
+    outcomes = sys.modules.get("_pytest.outcomes")  # not imported: then nothing can have raised it
+    return isinstance(exc, unittest.SkipTest) or (outcomes is not None and isinstance(exc, outcomes.Skipped))
+
+
+def _describe(exc: BaseException) -> RankFailure:
+    text = "".join(traceback.format_exception(type(exc), exc, _without_own_frames(exc.__traceback__)))
+    name = type(exc).__qualname__
+    if type(exc).__module__ != "builtins":
+        name = f"{type(exc).__module__}.{name}"
+    return RankFailure(name, str(exc), text)
+
+
+def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
+    own = {__file__, load_call.__code__.co_filename}
+    inner = tb
+    while inner is not None and inner.tb_frame.f_code.co_filename in own:
+        inner = inner.tb_next
+    # An error of the kit itself has only own frames, and then they are what the reader needs.
+    return inner if inner is not None else tb
+
+
+def _group_count() -> int:
+    import torch.distributed as dist
+
+    return len(dist.distributed_c10d._world.pg_map)

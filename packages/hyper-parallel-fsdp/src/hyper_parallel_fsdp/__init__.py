@@ -1,0 +1,4 @@
+"""Parameter sharding (fully_shard) over many-dimensional meshes.
+
+This version has no contents yet.
+"""

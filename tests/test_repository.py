@@ -1,0 +1,57 @@
+"""What must agree between the packages of this repository."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hyper_parallel._pack_hints
+from hyper_parallel.op_table import OpTable
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+
+
+def one(pattern: str, text: str) -> str:
+    (found,) = re.findall(pattern, text, re.MULTILINE)
+    return found
+
+
+def test_all_packages_have_one_version_and_pin_each_other_to_it():
+    versions = {one(r'^version = "(.+)"$', path.read_text()) for path in PROJECTS}
+    (version,) = versions
+    major, minor, _ = version.split(".")
+    compatible = f">={version},<{major}.{int(minor) + 1}"
+    pins = {
+        pin for path in PROJECTS for pin in re.findall(r'"hyper-parallel-[a-z-]+(?:\[[a-z,]+\])?([^"]+)"', path.read_text())
+        if pin[0] in "=<>~"
+    }  # fmt: skip
+    assert pins == {f"=={version}", compatible}
+
+
+def test_every_package_has_the_same_licence_file():
+    licences = [path.with_name("LICENSE").read_text() for path in PROJECTS]
+    assert len(set(licences)) == 1
+
+
+def test_extra_all_names_every_other_extra_that_installs_anywhere():
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = set(re.findall(r"^([a-z]+) = \[\"(?:hyper|torch)", text, re.MULTILINE)) - {"all"}
+    named = set(one(r"hyper-parallel\[([a-z,]+)\]", text).split(","))
+    assert extras - named == {"npu"}
+
+
+def test_pack_hints_are_those_of_the_tables():
+    """Run ``nox -s hints`` when this fails."""
+    packs = {
+        entry.name: path.relative_to(ROOT / "packages").parts[0]
+        for path in sorted(ROOT.glob("packages/hyper-parallel-ops-*/src/**/*.yaml"))
+        for entry in OpTable.from_path(path).entries()
+    }
+    assert packs == hyper_parallel._pack_hints.PACK_OF_OP
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_every_package_says_what_it_is(path):
+    readme = path.with_name("README.md").read_text()
+    assert readme.startswith("# ")
