@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -19,7 +20,6 @@ PACKAGES = ("core", "ops-basic", "ops-qwen", "ops-deepseek", "fsdp", "tp")
 # What each package needs of the others, as its pyproject.toml says it.
 NEEDS = {package: () if package == "core" else ("core",) for package in PACKAGES}
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
-DEV_ENVIRONMENT = str(ROOT / ".nox" / "dev")
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "types", "tests", "wheels", "isolated"]
@@ -30,25 +30,29 @@ def folder(package: str) -> Path:
     return ROOT / "packages" / f"hyper-parallel-{package}"
 
 
-def install_torch(session: nox.Session) -> None:
-    """Install the pinned torch first, so that nothing else can choose another one."""
-    # Compiling its sources takes as long as unpacking them; Python does so for the few that are imported.
-    session.install("--no-compile", "-c", "constraints.txt", "torch")
+# Compiling torch's sources takes as long as unpacking them; Python does so for the few that are imported. Torch comes
+# first and pinned, so that nothing else can choose another one.
+INSTALL_TORCH = ("--no-compile", "-c", "constraints.txt", "torch")
 
 
-def dev_environment(session: nox.Session) -> None:
-    """Install the tree in editable form with all tools, unless that was done for the same requirements before."""
+def run(session: nox.Session, program: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+    """Run a program of the development environment, which is made first where it is missing or out of date."""
+    # A nox session has an environment of its own; this one is shared, so that torch is installed once.
+    environment = Path(session.cache_dir) / "dev"
+    programs = environment / ("Scripts" if os.name == "nt" else "bin")
     inputs = [ROOT / "requirements-dev.txt", ROOT / "constraints.txt", ROOT / "pyproject.toml"]
     inputs += [folder(package) / "pyproject.toml" for package in PACKAGES]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
-    done = Path(session.virtualenv.location) / "requirements.sha256"
-    if done.is_file() and done.read_text() == digest:
-        return
-    install_torch(session)
-    # With the build backend at hand, pip need not make an environment for it seven times.
-    session.install("hatchling", "editables")
-    session.install("--no-build-isolation", "-r", "requirements-dev.txt")
-    done.write_text(digest)
+    done = environment / "requirements.sha256"
+    if not done.is_file() or done.read_text() != digest:
+        session.run(sys.executable, "-m", "venv", str(environment), external=True)
+        install = (str(programs / "python"), "-m", "pip", "install", "--quiet")
+        session.run(*install, *INSTALL_TORCH, external=True)
+        # With the build backend at hand, pip need not make an environment for it seven times.
+        session.run(*install, "hatchling", "editables", external=True)
+        session.run(*install, "--no-build-isolation", "-r", "requirements-dev.txt", external=True)
+        done.write_text(digest)
+    session.run(str(programs / program), *arguments, env=env, external=True)
 
 
 def build_wheels(session: nox.Session, packages: tuple[str, ...], target: Path) -> list[str]:
@@ -63,27 +67,31 @@ def build_wheels(session: nox.Session, packages: tuple[str, ...], target: Path) 
     return sorted(str(path) for path in target.glob("*.whl"))
 
 
-@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+@nox.session(venv_backend="none")
 def train(session: nox.Session) -> None:
     """Train the example model on 4 local ranks: the main job."""
-    dev_environment(session)
-    session.run(
-        "torchrun", "--nproc-per-node", "4", "examples/train.py", *session.posargs, env={"OMP_NUM_THREADS": "1"}
+    run(
+        session,
+        "torchrun",
+        "--nproc-per-node",
+        "4",
+        "examples/train.py",
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1"},
     )
 
 
-@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run all tests on the source tree; arguments after -- go to pytest."""
-    dev_environment(session)
-    session.run("pytest", *(session.posargs or ("-q",)))
+    run(session, "pytest", *(session.posargs or ("-q",)))
 
 
-@nox.session(reuse_venv=False)
+@nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def isolated(session: nox.Session, package: str) -> None:
     """Test one package from its wheel, in a fresh environment with only what it declares, outside the tree."""
-    install_torch(session)
+    session.install(*INSTALL_TORCH)
     temporary = Path(session.create_tmp())
     wheels = build_wheels(session, (*NEEDS[package], package), temporary / "wheels")
     session.install("-c", "constraints.txt", *wheels, *TEST_TOOLS)
@@ -123,39 +131,34 @@ def wheels(session: nox.Session) -> None:
     session.log("%d wheels hold what they should", len(built))
 
 
-@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Check style and format with ruff."""
-    dev_environment(session)
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
+    run(session, "ruff", "check", ".")
+    run(session, "ruff", "format", "--check", ".")
 
 
-@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check the types of all packages with mypy."""
-    dev_environment(session)
-    session.run("mypy", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src/*"))))
+    run(session, "mypy", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/src/*"))))
 
 
-@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+@nox.session(venv_backend="none")
 def hints(session: nox.Session) -> None:
     """Write anew which of our op packs has which op, for the message about a missing one."""
-    dev_environment(session)
-    session.run("python", "tools/write_pack_hints.py")
-    session.run("ruff", "format", "packages/hyper-parallel-core/src/hyper_parallel/_pack_hints.py")
+    run(session, "python", "tools/write_pack_hints.py")
+    run(session, "ruff", "format", "packages/hyper-parallel-core/src/hyper_parallel/_pack_hints.py")
 
 
-@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Check the documentation: the examples in it run."""
-    dev_environment(session)
-    session.run("pytest", "-q", "--doctest-glob=*.md", "docs", "README.md", *session.posargs)
+    run(session, "pytest", "-q", "--doctest-glob=*.md", "docs", "README.md", *session.posargs)
 
 
-@nox.session(venv_location=DEV_ENVIRONMENT, reuse_venv=True)
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Run the benchmarks and print their tables."""
-    dev_environment(session)
     for script in sorted(ROOT.glob("benchmarks/bench_*.py")):
-        session.run("python", str(script.relative_to(ROOT)), *session.posargs)
+        run(session, "python", str(script.relative_to(ROOT)), *session.posargs)

@@ -155,22 +155,28 @@ class Solution:
         targets: layout that each input must have; the dispatcher redistributes.
         outputs: layout of each tensor output, or None for an output that is no DTensor.
         local: runs in place of the function on the local arguments; None for the function itself.
-        invariant: inputs that stay invariant, as they are used only after the operator's own reduction.
+        invariant: per mesh axis, inputs that stay invariant there: they are used only after the operator's own reduction.
         reduced: per output, mesh axes over which the operator itself reduced (the output is equal on all ranks, and so
             is its gradient).
         uncounted: inputs read only for dtype, device or shape.
         is_view: whether the output shares memory with the first input.
+        shapes: global shape of each output where the rule knows it (cheap); None: found with meta tensors.
         meta: computes the outputs' global shapes on meta tensors; None for the function itself.
     """
 
     targets: list[Layout]
     outputs: list[Layout | None]
     local: Callable[..., Any] | None = None
-    invariant: frozenset[int] = frozenset()
+    invariant: Sequence[frozenset[int]] = ()
     reduced: tuple[frozenset[int], ...] | None = None
     uncounted: frozenset[int] = frozenset()
     is_view: bool = False
+    shapes: Sequence[tuple[int, ...]] | None = None
     meta: Callable[..., Any] | None = None
+
+    def is_invariant(self, axis: int, index: int) -> bool:
+        """Whether input ``index`` stays invariant on a mesh axis."""
+        return bool(self.invariant) and index in self.invariant[axis]
 
 
 def normal_dim(dim: int, ndim: int) -> int:

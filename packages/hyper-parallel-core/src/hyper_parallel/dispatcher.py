@@ -17,10 +17,11 @@ from hyper_parallel.call import Call, Ref, Solution, refuse
 from hyper_parallel.context import state
 from hyper_parallel.errors import MissingOpError
 from hyper_parallel.layout import Layout
-from hyper_parallel.op import DistributedOp
-from hyper_parallel.placements import Partial, Replicate, Shard
-from hyper_parallel.registry import LISTENERS, default_registry
-from hyper_parallel.spec import NOT_VARYING, Spec, contiguous_stride, make_spec
+from hyper_parallel.op import DistributedOp, FunctionOp
+from hyper_parallel.placements import Replicate, is_partial, is_replicate, is_shard
+from hyper_parallel.redistribute import varying_axes
+from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
+from hyper_parallel.spec import NOT_VARYING, Spec, contiguous_stride, make_spec, stride_like
 
 __all__ = ["dispatch"]
 
@@ -32,16 +33,18 @@ _grad_enabled = torch.is_grad_enabled
 class _Rule:
     """One torch function and the rule that serves it, with the plans made so far."""
 
-    __slots__ = ("by_value", "cache", "func", "generic", "inplace", "name", "op", "parsed")
+    __slots__ = ("by_value", "cache", "func", "generic", "grad_placements", "inplace", "name", "op", "parsed")
 
     def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
         from hyper_parallel.strategy import LayoutOp
 
         self.func, self.op, self.name = func, op, name
         self.generic = not isinstance(op, LayoutOp)
-        self.by_value = self.generic or op.scalars_matter  # type: ignore[attr-defined]
+        # 0: numbers do not matter; 1: ints do; 2: floats too.
+        self.by_value = 1 if self.generic else 2 if op.floats_matter else int(op.scalars_matter)  # type: ignore[attr-defined]
         self.parsed = None if self.generic else op._parsed  # type: ignore[attr-defined]
         self.inplace = is_inplace(name)
+        self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
         self.cache: dict[tuple[Any, ...], _Plan] = {}
 
 
@@ -53,16 +56,19 @@ class _Plan:
         spec: of the single tensor output; None when ``specs`` or ``inplace`` says otherwise.
         specs: of several outputs, None for those that are no tensors.
         changes: (input index, layout, varying axes) to apply before asking again; None when the inputs fit.
+        solution: what the rule decided, which holds after the changes.
         inplace: the first argument is the result.
     """
 
-    __slots__ = ("call", "changes", "inplace", "is_view", "spec", "specs")
+    __slots__ = ("call", "changes", "inplace", "is_view", "solution", "spec", "specs", "unfinished")
 
     def __init__(self) -> None:
         self.call: Any = None
         self.spec: Spec | None = None
         self.specs: tuple[Spec | None, ...] = ()
         self.changes: list[tuple[int, Layout, frozenset[int]]] | None = None
+        self.solution: Solution | None = None
+        self.unfinished: list[Any] | None = None
         self.inplace = False
         self.is_view = False
 
@@ -93,36 +99,48 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if rule.generic:
         return _three_phases(rule, args, kwargs or {})
     grad = _grad_enabled()
-    key: list[Any] = [grad, mode]
-    local_args: list[Any] = []
-    if not _scan(args, key, local_args, grad, rule.by_value):
-        return _with_plain(func, args, kwargs or {})
-    local_kwargs: dict[str, Any] = {}
-    if kwargs:
-        if kwargs.get("out") is not None:
-            return _into_out(func, args, kwargs)
-        values: list[Any] = []
-        for name in kwargs:
-            key.append(name)
-        if not _scan(kwargs.values(), key, values, grad, rule.by_value):
-            return _with_plain(func, args, kwargs)
-        local_kwargs = dict(zip(kwargs, values, strict=True))
-    lookup = tuple(key)
-    plan = rule.cache.get(lookup)
-    if plan is None:
-        plan = _make_plan(rule, args, kwargs or {})
-        if len(rule.cache) >= CACHE_LIMIT:
-            rule.cache.clear()
-        rule.cache[lookup] = plan
-    if plan.changes is not None:
+    solution = None
+    copied = False
+    while True:
+        key: list[Any] = [grad, mode]
+        local_args: list[Any] = []
+        if not _scan(args, key, local_args, grad, rule.by_value):
+            return _with_plain(func, args, kwargs or {})
+        local_kwargs: dict[str, Any] = {}
+        if kwargs:
+            if kwargs.get("out") is not None:
+                return _into_out(func, args, kwargs)
+            values: list[Any] = []
+            for name in kwargs:
+                key.append(name)
+            if not _scan(kwargs.values(), key, values, grad, rule.by_value):
+                return _with_plain(func, args, kwargs)
+            local_kwargs = dict(zip(kwargs, values, strict=True))
+        lookup = tuple(key)
+        plan = rule.cache.get(lookup)
+        if plan is None:
+            plan = _make_plan(rule, args, kwargs or {}, solution)
+            if len(rule.cache) >= CACHE_LIMIT:
+                rule.cache.clear()
+            rule.cache[lookup] = plan
+        if plan.changes is None:
+            break
         args, kwargs = _changed(args, kwargs or {}, plan, rule.inplace)
-        return dispatch(func, args, kwargs)
+        solution = plan.solution  # what was decided holds for the changed inputs
+        copied = copied or plan.is_view
     if plan.inplace:
         return _run_inplace(plan, args, local_args, local_kwargs)
     out = plan.call(*local_args, **local_kwargs)
     spec = plan.spec
+    if spec is None and plan.unfinished is not None:
+        _finish(plan, out)
+        spec = plan.spec
     if spec is None:
-        return _wrap_many(out, plan.specs)
+        many = _wrap_many(out, plan.specs)
+        if plan.is_view:
+            for view in many:
+                _note_base(view, args[0], rule.name if copied else None)
+        return many
     if out.dtype is not spec.dtype:  # autocast chose another dtype
         spec = spec.replace(dtype=out.dtype)
     result = _make_wrapper(
@@ -133,15 +151,14 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if not grad:
         result._pending = autograd_bridge.MADE_WITHOUT_GRAD
     if plan.is_view:
-        base = args[0]
-        result._base_dtensor = base._base_dtensor or base
+        _note_base(result, args[0], rule.name if copied else None)
     return result
 
 
 _BY_VALUE = frozenset([bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout])
 
 
-def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, ints_by_value: bool) -> bool:
+def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, by_value: int) -> bool:
     """Append the cache key and the local form of each value; False when a plain tensor is among them."""
     for value in values:
         kind = value.__class__
@@ -153,10 +170,12 @@ def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, ints_by_val
             local.append(tensor)
         elif kind is float:
             key.append(kind)
+            if by_value == 2:
+                key.append(value)
             local.append(value)
         elif kind is int:
             key.append(kind)
-            if ints_by_value:
+            if by_value:
                 key.append(value)
             local.append(value)
         elif kind in _BY_VALUE:
@@ -167,16 +186,16 @@ def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, ints_by_val
             key.append(kind)
             key.append(len(value))
             inner: list[Any] = []
-            if not _scan(value, key, inner, grad, ints_by_value):
+            if not _scan(value, key, inner, grad, by_value):
                 return False
             local.append(inner if kind is list else tuple(inner))
         elif isinstance(value, torch.Tensor):
             return False
         elif kind is slice:
             key.append(kind)
-            bounds: list[Any] = []
-            if not _scan((value.start, value.stop, value.step), key, bounds, grad, True):
-                return False
+            # A tensor as bound is read here: the layout of the result depends on its value.
+            bounds = [int(b) if isinstance(b, torch.Tensor) else b for b in (value.start, value.stop, value.step)]
+            key.extend(bounds)
             local.append(slice(*bounds))
         else:
             key.append(kind)
@@ -207,11 +226,35 @@ def _find(func: Callable[..., Any]) -> Any:
     if special is not None:
         _rules[func] = special
         return special
+    if func in _named:
+        op_name, gradients = _named[func]
+        rule = _rules[func] = _Rule(func, get_distributed_op(op_name), op_name)
+        rule.grad_placements = gradients
+        return rule
     op = registry.find(func)
     if op is None:
         raise MissingOpError(registry.missing_message(func), func=func)
-    rule = _rules[func] = _Rule(func, op, getattr(func, "__name__", None) or str(func))
+    if isinstance(op, FunctionOp):
+        rule = _rules[func] = _of_function(op)
+    else:
+        rule = _rules[func] = _Rule(func, op, getattr(func, "__name__", None) or str(func))
     return rule
+
+
+def _of_function(op: FunctionOp) -> Callable[..., Any]:
+    def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return _on_locals(func, args, kwargs) if state.mode.skip else op.run(func, args, kwargs)
+
+    return run
+
+
+def register_function(func: Callable[..., Any], op_name: str, grad_placements: Any = None) -> Callable[..., Any]:
+    """Serve a function of local tensors by the op registered under a name; returns the key for :func:`dispatch`."""
+    _named[func] = (op_name, grad_placements)
+    return func
+
+
+_named: dict[Any, tuple[str, Any]] = {}
 
 
 def forget_rules() -> None:
@@ -225,9 +268,10 @@ LISTENERS.append(forget_rules)
 # -- a miss -------------------------------------------------------------------------------------------------------
 
 
-def _make_plan(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> _Plan:
+def _make_plan(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> _Plan:
     call = make_call(rule.op, rule, tuple(args), kwargs)
-    _, solution = rule.op.infer((call,))
+    if solution is None:
+        solution = rule.op.infer((call,))[1]
     return _plan_of(rule, call, solution)
 
 
@@ -236,21 +280,41 @@ def _plan_of(rule: _Rule, call: Call, solution: Solution) -> _Plan:
     needed = _needs_varying(call, solution)
     changes = []
     for index, (spec, target) in enumerate(zip(call.inputs, solution.targets, strict=True)):
-        kept = frozenset(a for a in spec.varying if isinstance(target.placements[a], Replicate))
+        kept = frozenset(a for a in spec.varying if is_replicate(target.placements[a]))
         varying = kept | needed[index]
         if target is not spec.layout or varying != spec.varying:
             changes.append((index, target, varying))
     if changes:
-        plan.changes = changes
+        plan.changes, plan.solution = changes, solution
+        plan.is_view = solution.is_view and solution.targets[0] is not call.inputs[0].layout
         return plan
     plan.call = solution.local or rule.func
     plan.inplace = rule.inplace
     plan.is_view = solution.is_view
+    if solution.shapes is not None:
+        # Dtype and stride are those of the first result.
+        layouts = [_fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
+        varying = [_output_varying(call, solution, x, i) for i, x in enumerate(layouts)]
+        plan.unfinished = list(zip(layouts, solution.shapes, varying, strict=True))
+        return plan
     specs, single = _output_specs(rule, call, solution)
     if single:
         plan.spec = specs[0]
     plan.specs = specs
     return plan
+
+
+def _finish(plan: _Plan, out: Any) -> None:
+    """Complete the specs of a plan from its first result."""
+    outs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
+    parts = plan.unfinished or ()
+    plan.unfinished = None
+    plan.specs = tuple(
+        make_spec(layout, shape, stride_like(o, shape), o.dtype, varying)
+        for (layout, shape, varying), o in zip(parts, outs, strict=True)
+    )
+    if isinstance(out, torch.Tensor):
+        plan.spec = plan.specs[0]
 
 
 def _needs_varying(call: Call, solution: Solution) -> list[frozenset[int]]:
@@ -265,17 +329,23 @@ def _needs_varying(call: Call, solution: Solution) -> list[frozenset[int]]:
     counted = [i for i in range(len(call.inputs)) if i not in solution.uncounted]
     for axis in range(call.info.ndim):
         active = any(
-            not isinstance(solution.targets[i].placements[axis], Replicate)
+            not is_replicate(solution.targets[i].placements[axis])
             or (call.needs_grad[i] and axis in call.inputs[i].varying)
             for i in counted
         )
         if not active:
             continue
         for i in counted:
-            if call.needs_grad[i] and i not in solution.invariant:
-                if isinstance(solution.targets[i].placements[axis], Replicate):
+            if call.needs_grad[i] and not solution.is_invariant(axis, i):
+                if is_replicate(solution.targets[i].placements[axis]):
                     needed[i] |= {axis}
     return needed
+
+
+def vary_axes(tensors: Sequence[DTensor]) -> list[frozenset[int]]:
+    """The rule of :func:`_needs_varying` for tensors that one local computation reads together."""
+    call = make_call_of(tensors)
+    return _needs_varying(call, Solution([t.layout for t in tensors], []))
 
 
 def _output_specs(rule: _Rule, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
@@ -312,12 +382,16 @@ def _fit_rank(layout: Layout, ndim: int) -> Layout:
 
 def _output_varying(call: Call, solution: Solution, layout: Layout, output: int) -> frozenset[int]:
     """Axes on which a Replicate output is varying: those where all counted inputs are Replicate and one is varying."""
-    varying = set()
-    counted = [i for i in range(len(call.inputs)) if i not in solution.uncounted and i not in solution.invariant]
+    varying: set[int] = set()
+    if not any(spec.varying for spec in call.inputs):
+        return NOT_VARYING
     for axis, placement in enumerate(layout.placements):
-        if not isinstance(placement, Replicate) or (solution.reduced and axis in solution.reduced[output]):
+        if not is_replicate(placement) or (solution.reduced and axis in solution.reduced[output]):
             continue
-        replicated = all(isinstance(solution.targets[i].placements[axis], Replicate) for i in counted)
+        counted = [
+            i for i in range(len(call.inputs)) if i not in solution.uncounted and not solution.is_invariant(axis, i)
+        ]
+        replicated = all(is_replicate(solution.targets[i].placements[axis]) for i in counted)
         if replicated and any(call.needs_grad[i] and axis in call.inputs[i].varying for i in counted):
             varying.add(axis)
     return frozenset(varying)
@@ -374,6 +448,14 @@ def make_call(op: DistributedOp, rule: _Rule | None, args: tuple[Any, ...], kwar
     return call
 
 
+def make_call_of(tensors: Sequence[DTensor]) -> Call:
+    """A call of no operator in particular on these tensors."""
+    grad = _grad_enabled()
+    specs = [t._spec for t in tensors]
+    needs_grad = [grad and t._resolve().requires_grad for t in tensors]
+    return Call(_on_locals, "custom_shard", (), {}, specs, needs_grad, state.mode, None, False)
+
+
 def local_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with local tensors in the place of DTensors."""
     return tuple(_local(a) for a in args), {k: _local(v) for k, v in kwargs.items()}
@@ -395,8 +477,6 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return type(value)(_map_tensors(v, change) for v in value)
-    if isinstance(value, slice):
-        return slice(*(_map_tensors(v, change) for v in (value.start, value.stop, value.step)))
     return value
 
 
@@ -437,12 +517,20 @@ def _with_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
                 "DTensor.from_local(...); or, when every rank holds the same values, run inside "
                 "`with hyper_parallel.implicit_replication():`"
             )
+        return replica(tensor)
+
+    def replica(tensor: torch.Tensor) -> DTensor:
         spec = make_spec(layout.replicated(tensor.ndim), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
         return wrap(tensor, spec)
 
     if is_inplace(getattr(func, "__name__", "")) and not isinstance(args[0], DTensor):
         return _into_plain(func, args, kwargs, lift)
-    new_args = tuple(_map_tensors(a, lift) for a in args)
+    unread = getattr(_rules[func].op, "uncounted", ())  # read only for shape, dtype or device: any plain tensor will do
+
+    def as_is(tensor: torch.Tensor) -> DTensor:
+        return tensor if isinstance(tensor, DTensor) else replica(tensor)
+
+    new_args = tuple(_map_tensors(a, as_is if i in unread else lift) for i, a in enumerate(args))
     return dispatch(func, new_args, {name: _map_tensors(value, lift) for name, value in kwargs.items()})
 
 
@@ -487,14 +575,44 @@ def _run_inplace(plan: _Plan, args: Sequence[Any], local_args: list[Any], local_
     if isinstance(target, (list, tuple)):  # foreach and fused operators
         plan.call(*local_args, **local_kwargs)
         return None
+    check_writable(target)
     before = local_args[0].requires_grad
-    plan.call(*local_args, **local_kwargs)
+    out = plan.call(*local_args, **local_kwargs)
+    if plan.unfinished is not None:
+        _finish(plan, out)
     spec = plan.spec or plan.specs[0] if plan.specs else None
     if spec is not None and spec.varying != target._spec.varying:
         _flag_varying(target, spec.varying)
     if local_args[0].requires_grad and not before:
         autograd_bridge.set_wrapper_requires_grad(target, True)
     return target
+
+
+def _note_base(view: DTensor, base: DTensor, copied_by: str | None) -> None:
+    """Whose view a view is; with ``copied_by``, that it is none because its input had to be redistributed."""
+    if copied_by is not None:
+        view._copied_by = copied_by
+    else:
+        view._base_dtensor = _root(base)
+
+
+def _root(tensor: DTensor) -> DTensor:
+    """The DTensor of which this one is a view; itself when it is none."""
+    return tensor if tensor._base_dtensor is None else tensor._base_dtensor
+
+
+def check_writable(target: DTensor) -> None:
+    """Raise when a write to ``target`` would not reach the tensor that it was taken from.
+
+    Raises:
+        RuntimeError: the target is a redistributed copy where PyTorch would have a view.
+    """
+    name = _root(target)._copied_by
+    if name is not None:
+        raise RuntimeError(
+            f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write would be "
+            "lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy is to change"
+        )
 
 
 def _flag_varying(target: DTensor, varying: frozenset[int]) -> None:
@@ -522,7 +640,7 @@ class _VaryInPlace(torch.autograd.Function):
 
 def vary_in_place(target: DTensor, varying: frozenset[int]) -> DTensor:
     """Turn the target of an in-place operator (and the tensor it is a view of) varying."""
-    root = target._base_dtensor or target
+    root = _root(target)
     old = root._spec
     if root._resolve().requires_grad:
         layout = old.layout
@@ -540,7 +658,7 @@ def _three_phases(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     solution = Solution([spec.layout for spec in call.inputs], [])
     if not op.allow_partial_inputs and state.mode.policy != "strict":
         solution.targets = [
-            s.layout.with_placements({a: Replicate() for a, p in enumerate(s.layout.placements) if isinstance(p, Partial)})
+            s.layout.with_placements({a: Replicate() for a, p in enumerate(s.layout.placements) if is_partial(p)})
             for s in call.inputs
         ]
     local_args, local_kwargs, values = op.preprocess(args, kwargs)
@@ -570,8 +688,11 @@ def _three_phases(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _infer_generic(rule: _Rule, call: Call, solution: Solution, values: Any) -> tuple[_Plan, Any]:
     plan = _Plan()
     needed = _needs_varying(call, solution)
+    for index, given in enumerate(rule.grad_placements or ()):
+        if given is not None:
+            needed[index] = varying_axes(call.inputs[index].layout, given)
     changes = [
-        (i, t, frozenset(a for a in s.varying if isinstance(t.placements[a], Replicate)) | needed[i])
+        (i, t, frozenset(a for a in s.varying if is_replicate(t.placements[a])) | needed[i])
         for i, (s, t) in enumerate(zip(call.inputs, solution.targets, strict=True))
     ]
     changes = [c for c in changes if c[1] is not call.inputs[c[0]].layout or c[2] != call.inputs[c[0]].varying]
@@ -610,7 +731,7 @@ def _specs_from_local(rule: _Rule, call: Call, layouts: Sequence[Any], out: Any)
         layout = _fit_rank(layout, value.ndim)
         shape = list(value.shape)
         for axis, placement in enumerate(layout.placements):
-            if isinstance(placement, Shard):
+            if is_shard(placement):
                 shape[placement.dim] *= layout.mesh_shape[axis]
         varying = _output_varying(call, solution, layout, position)
         specs.append(make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying))

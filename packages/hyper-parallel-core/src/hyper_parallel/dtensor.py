@@ -26,7 +26,7 @@ from hyper_parallel.redistribute import (
     transition,
     varying_axes,
 )
-from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
+from hyper_parallel.spec import Spec, dual, make_spec, stride_like
 
 __all__ = ["DTensor", "wrap"]
 
@@ -50,6 +50,8 @@ class DTensor(torch.Tensor):
     _origin: Any = None
     # The DTensor of which this one is a view.
     _base_dtensor: Any = None
+    # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not written to.
+    _copied_by: str | None = None
     _grad_wrapper: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -102,7 +104,7 @@ class DTensor(torch.Tensor):
                 f"{describe(layout)}: rank at {layout.info.my_coordinate()} holds {expected}. "
                 "Pass shape= with the global shape when the shards are uneven"
             )
-        full_stride = tuple(stride) if stride is not None else _stride_like(local_tensor, shape)
+        full_stride = tuple(stride) if stride is not None else stride_like(local_tensor, shape)
         if run_check:
             _check_ranks_agree(local_tensor, layout, tuple(shape))
         if local_tensor.requires_grad and torch.is_grad_enabled() and local_tensor.is_leaf:
@@ -475,7 +477,7 @@ class _GradientLayout(torch.autograd.Function):
 def gradient_spec(spec: Spec, grad: torch.Tensor) -> Spec:
     """The spec of a local gradient of a tensor with ``spec``."""
     layout, varying = dual(spec.layout, spec.varying)
-    return make_spec(layout, spec.shape, _stride_like(grad, spec.shape), grad.dtype, varying)
+    return make_spec(layout, spec.shape, stride_like(grad, spec.shape), grad.dtype, varying)
 
 
 def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
@@ -517,19 +519,6 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
     result = convert(tensor, spec)
     memo[key] = (local._version, result._local._version, result)
     return result
-
-
-def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Stride of a dense tensor of ``shape`` with the dim order of ``local``."""
-    if local.is_contiguous():
-        return contiguous_stride(shape)
-    by_step = sorted(range(local.ndim), key=lambda d: (local.stride(d), d == local.ndim - 1), reverse=False)
-    stride = [1] * local.ndim
-    step = 1
-    for dim in by_step:
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(stride)
 
 
 def _check_ranks_agree(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:

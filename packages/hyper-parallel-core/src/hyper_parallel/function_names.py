@@ -158,7 +158,7 @@ def display_name(function: Function) -> str:
     if hasattr(function, "_qualified_op_name"):
         return f"torch.ops.{function._qualified_op_name.replace('::', '.')}"
     if hasattr(function, "overloadpacket"):
-        return f"torch.ops.{str(function)}"
+        return f"torch.ops.{function!s}"
     import torch
     import torch.nn.functional as F
 

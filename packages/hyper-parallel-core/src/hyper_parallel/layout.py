@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hyper_parallel.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, on_dim, short
+from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, is_partial, is_replicate, is_shard, on_dim, short
 
 __all__ = ["Layout", "as_layout"]
 
@@ -200,9 +200,9 @@ class Layout:
             old = placements[axis]
             if placement == old:
                 continue
-            if isinstance(old, Shard):
+            if is_shard(old):
                 order[old.dim].remove(axis)
-            if isinstance(placement, Shard):
+            if is_shard(placement):
                 order[placement.dim].append(axis)
             placements[axis] = placement
         return self.with_order(tuple(placements), tuple(tuple(axes) for axes in order))
@@ -237,11 +237,11 @@ class Layout:
 
     def is_partial(self) -> bool:
         """Whether some axis holds a pending reduction."""
-        return any(isinstance(p, Partial) for p in self.placements)
+        return any(is_partial(p) for p in self.placements)
 
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return all(isinstance(p, Replicate) for p in self.placements)
+        return all(is_replicate(p) for p in self.placements)
 
     @property
     def alias_tensor_map(self) -> tuple[Any, ...]:
@@ -314,7 +314,7 @@ def _normalise(info: MeshInfo, placements: Sequence[Placement], ndim: int) -> tu
                 f"placement {placement!r} on mesh axis {info.names[axis]!r} is not supported: "
                 "use Shard, Replicate, Partial or PackedShard"
             )
-        if isinstance(placement, Shard):
+        if is_shard(placement):
             if not -ndim <= placement.dim < ndim:
                 raise ValueError(
                     f"{placement!r} on mesh axis {info.names[axis]!r} is out of range for a tensor of {ndim} dimensions"
@@ -328,7 +328,7 @@ def _normalise(info: MeshInfo, placements: Sequence[Placement], ndim: int) -> tu
 def _order(info: MeshInfo, placements: tuple[Placement, ...], ndim: int, given: Any) -> ShardOrder:
     default: list[list[int]] = [[] for _ in range(ndim)]
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if is_shard(placement):
             # A PackedShard is outermost by definition.
             default[placement.dim].insert(0 if isinstance(placement, PackedShard) else len(default[placement.dim]), axis)
     order = [tuple(axes) for axes in default]

@@ -8,12 +8,13 @@ or a :class:`~hyper_parallel.strategy.StrategyOp` that lists legal placements.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.layout import Layout
 
-__all__ = ["DistributedOp"]
+__all__ = ["DistributedOp", "FunctionOp"]
 
 
 class DistributedOp:
@@ -94,10 +95,13 @@ class DistributedOp:
         result = self.infer_layout(layouts, extra)  # type: ignore[call-arg]
         return ((result,) if isinstance(result, Layout) or result is None else tuple(result)), None
 
-    def _is_old_form(self) -> bool:
+    @classmethod
+    @cache
+    def _is_old_form(cls) -> bool:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(self.infer_layout).parameters.values()
-        return sum(p.kind in positional and p.default is p.empty for p in parameters) == 2
+        parameters = inspect.signature(cls.infer_layout).parameters.values()
+        # self, layouts, extra_args
+        return sum(p.kind in positional and p.default is p.empty for p in parameters) == 3
 
     def _check_partial_inputs(self, layouts: Sequence[Any]) -> None:
         """Raise ValueError when a layout holds a pending reduction."""
@@ -107,3 +111,14 @@ class DistributedOp:
                     f"{self.op_name}: input {index} has a pending reduction ({layout}), which this operator cannot use: "
                     "call .reduce_partial() on it first"
                 )
+
+
+class FunctionOp(DistributedOp):
+    """A rule written as one Python function of DTensors, run on every call and not cached.
+
+    For functions that are others in sequence, that read a value out of a tensor, or that change no layout at all.
+    """
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of ``func(*args, **kwargs)``; some arguments are DTensors, the others are as the user passed them."""
+        raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define run")

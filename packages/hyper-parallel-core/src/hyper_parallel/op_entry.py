@@ -1,4 +1,4 @@
-"""One provider's implementation of one op: where it comes from, and how its :class:`DistributedOp` is made on first use."""
+"""One provider's implementation of one op: where it comes from, and how the op is made on first use."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class _Reader:
     def _table_entries(self, root: yaml.Node) -> list[TableEntry]:
         top = self._mapping(root, "an op table")
         default: dict[str, Any] = {}
-        for key, name, value in top:
+        for _, name, value in top:
             if name == DEFAULT:
                 default = self._fields(value, DEFAULT, _FIELDS)
         found = []

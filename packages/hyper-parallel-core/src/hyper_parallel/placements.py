@@ -52,6 +52,22 @@ class PackedShard(Shard):
         return (PackedShard, (self.dim, self.sections))
 
 
+def is_shard(placement: object) -> bool:
+    """Whether the axis holds slices (plain or packed). As fast as a class test: torch's placements have a slow isinstance."""
+    kind = placement.__class__
+    return kind is Shard or kind is PackedShard
+
+
+def is_replicate(placement: object) -> bool:
+    """Whether the axis holds copies."""
+    return placement.__class__ is Replicate
+
+
+def is_partial(placement: object) -> bool:
+    """Whether the axis holds terms of a pending reduction."""
+    return placement.__class__ is Partial
+
+
 def on_dim(placement: Placement, dim: int) -> Placement:
     """The same kind of shard on another tensor dimension."""
     return PackedShard(dim, placement.sections) if type(placement) is PackedShard else Shard(dim)

@@ -15,7 +15,7 @@ import torch
 from hyper_parallel import comm_trace
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement, Replicate, short
+from hyper_parallel.placements import Partial, Placement, is_partial, is_replicate, short
 from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
 from hyper_parallel.transition import Pending, plan_transition
 
@@ -113,7 +113,7 @@ def _only_sums(local: torch.Tensor, src: Typed) -> tuple[torch.Tensor, Typed]:
     layout, varying = src
     scale, changes = 1, {}
     for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+        if is_partial(placement) and placement.reduce_op != "sum":
             if placement.reduce_op != "avg":
                 raise RedistributionError(
                     f"a gradient cannot pass a pending {placement.reduce_op} (mesh axis {layout.mesh_dim_names[axis]!r}): "
@@ -127,7 +127,7 @@ def _only_sums(local: torch.Tensor, src: Typed) -> tuple[torch.Tensor, Typed]:
 
 
 def _sum_for_avg(layout: Layout) -> Layout:
-    if all(not isinstance(p, Partial) or p.reduce_op == "sum" for p in layout.placements):
+    if all(not is_partial(p) or p.reduce_op == "sum" for p in layout.placements):
         return layout
     raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")
 
@@ -135,7 +135,7 @@ def _sum_for_avg(layout: Layout) -> Layout:
 def target_spec(spec: Spec, layout: Layout, varying: frozenset[int] | None = None) -> Spec:
     """The spec after redistribution to ``layout``; an axis stays varying while it stays Replicate unless told."""
     if varying is None:
-        varying = frozenset(a for a in spec.varying if isinstance(layout.placements[a], Replicate))
+        varying = frozenset(a for a in spec.varying if is_replicate(layout.placements[a]))
     if layout is spec.layout and varying == spec.varying:
         return spec
     moved = plan_transition(spec.layout, layout, spec.shape).steps
@@ -148,7 +148,7 @@ def varying_axes(layout: Layout, grad_placements: Any) -> frozenset[int]:
     return frozenset(
         a
         for a, (p, g) in enumerate(zip(layout.placements, grad_placements, strict=True))
-        if isinstance(p, Replicate) and isinstance(g, Partial)
+        if is_replicate(p) and is_partial(g)
     )
 
 
@@ -165,4 +165,4 @@ def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: An
     if len(given) != len(layout.placements):
         raise ValueError(f"{len(given)} grad_placements {given} for a mesh of {len(layout.placements)} axes")
     wanted = natural.with_placements(dict(enumerate(Layout.from_placements(layout.mesh, given, ndim=layout.ndim).placements)))
-    return wanted, frozenset(a for a in duals if isinstance(wanted.placements[a], Replicate))
+    return wanted, frozenset(a for a in duals if is_replicate(wanted.placements[a]))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TABLES_FOLDER = "HYPER_PARALLEL_OPS_YAML_DIR"
 TUTORIAL = "docs/write-an-op.md"
 
-# Called when any registry changes: whoever remembers answers of one forgets them.
+# Called when a registry changes or another one becomes the default: whoever remembers answers forgets them.
 LISTENERS: list[Callable[[], None]] = []
 
 # How directly a name means a function. A function is handled by the most direct names that mean it.
@@ -115,7 +115,9 @@ class Registry:
 
     def missing_message(self, func: Function) -> str:
         """What to tell a user whose function has no rule: its name, and how to get a rule for it."""
-        return self._missing_text(function_names.display_name(func))
+        with self._lock:
+            self._fill()
+            return self._missing_text(function_names.display_name(func))
 
     def fingerprint_lines(self) -> list[str]:
         """One line per entry with all that ranks must agree on; comparing two ranks' lines shows what differs."""
@@ -184,16 +186,18 @@ class Registry:
         with self._lock:
             self._fill()
             self._pins[name] = provider
-            self.generation += 1
+            self._changed()
 
     def _add(self, entry: OpEntry) -> None:
         rivals = self._entries.setdefault(entry.name, [])
         rivals[:] = [rival for rival in rivals if not entry.supersedes(rival)]
         rivals.append(entry)
         self._by_function = None
+        self._changed()
+
+    def _changed(self) -> None:
         self.generation += 1
-        for forget in LISTENERS:
-            forget()
+        _tell_listeners()
 
     # ------------------------------------------------------------------ filling
 
@@ -395,7 +399,8 @@ def _conflict(shown: str, entries: Sequence[OpEntry]) -> OpConflictError:
     name = entries[0].name
     text = f"op {shown!r} has {len(entries)} implementations and nothing says which is meant:\n{_listing(entries)}"
     if len(providers) > 1:
-        text += f"\n  choose one:     {PREFER}={name}={plugins[0]}   or   hyper_parallel.registry.prefer({name!r}, {plugins[0]!r})"
+        in_code = f"hyper_parallel.registry.prefer({name!r}, {plugins[0]!r})"
+        text += f"\n  choose one:     {PREFER}={name}={plugins[0]}   or   {in_code}"
     if plugins:
         text += f"\n  or disable one: {DISABLE}={plugins[-1]}"
     return OpConflictError(text, op_name=shown, entries=entries)
@@ -425,10 +430,17 @@ def use_registry(registry: Registry) -> Iterator[Registry]:
     """Make ``registry`` the default one inside the ``with`` block (for tests)."""
     global _default
     previous, _default = _default, registry
+    _tell_listeners()
     try:
         yield registry
     finally:
         _default = previous
+        _tell_listeners()
+
+
+def _tell_listeners() -> None:
+    for forget in LISTENERS:
+        forget()
 
 
 def register_distributed_op(name: str, op: DistributedOp, override: bool = False) -> None:

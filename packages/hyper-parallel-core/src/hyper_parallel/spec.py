@@ -6,14 +6,14 @@ Equal specs are the same object, so the dispatcher's cache compares them by iden
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement, Replicate
+from hyper_parallel.placements import Partial, Placement, Replicate, is_partial
 
 NOT_VARYING: frozenset[int] = frozenset()
 
@@ -87,6 +87,19 @@ def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Stride of a dense tensor of ``shape`` with the dim order of ``local``."""
+    if local.is_contiguous():
+        return contiguous_stride(shape)
+    by_step = sorted(range(local.ndim), key=local.stride)
+    stride = [1] * local.ndim
+    step = 1
+    for dim in by_step:
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
 def dual(layout: Layout, varying: frozenset[int]) -> tuple[Layout, frozenset[int]]:
     """Layout and varying axes of the *gradient* of a local tensor with these.
 
@@ -96,7 +109,7 @@ def dual(layout: Layout, varying: frozenset[int]) -> tuple[Layout, frozenset[int
     found: tuple[Layout, frozenset[int]] | None = layout._dual.get(varying)
     if found is None:
         changes: dict[int, Placement] = {a: Partial() for a in varying}
-        sums = {a for a, p in enumerate(layout.placements) if isinstance(p, Partial)}
+        sums = {a for a, p in enumerate(layout.placements) if is_partial(p)}
         changes.update({a: Replicate() for a in sums})
         found = layout._dual[varying] = (layout.with_placements(changes), frozenset(sums))
     return found

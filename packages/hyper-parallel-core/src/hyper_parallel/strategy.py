@@ -19,7 +19,8 @@ and writes the error when there is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +28,14 @@ from hyper_parallel.call import Call, Signature, Solution, refuse
 from hyper_parallel.context import Mode
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp
-from hyper_parallel.placements import Partial, Placement, Replicate, Shard, on_dim, short
+from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, is_partial, is_replicate, is_shard, on_dim, short
 from hyper_parallel.transition import plan_transition
 
 __all__ = ["LayoutOp", "P", "R", "S", "Strategy", "StrategyOp"]
 
 R = Replicate()
 P = Partial("sum")
+_NONE: frozenset[int] = frozenset()
 _SHARDS = tuple(Shard(d) for d in range(16))
 
 
@@ -65,11 +67,14 @@ class LayoutOp(DistributedOp):
         signature: parameter names, when the rule reads arguments by name.
         scalars_matter: whether an int argument (beyond its type) can change a layout. False lets ``x * 3`` and ``x * 4``
             share a cache entry.
+        floats_matter: whether a float argument can change one too (the order of a norm). A rule that reads a float while
+            this is False must read it from the local arguments.
         uncounted: names or positions of tensor inputs read only for dtype, device or shape.
     """
 
     signature: str | None = None
     scalars_matter: bool = True
+    floats_matter: bool = False
     uncounted: Sequence[int | str] = ()
     cache_expand = True
 
@@ -121,6 +126,10 @@ class StrategyOp(LayoutOp):
         """How many tensors the operator returns."""
         return 1
 
+    def output_shapes(self, call: Call) -> Sequence[tuple[int, ...]] | None:
+        """Global shape of each output, where that is cheaper to say than to run the function on meta tensors."""
+        return None
+
     def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
         """What runs on the local tensors, when the function itself is not right there: local sizes in the arguments, or
         communication inside."""
@@ -128,19 +137,19 @@ class StrategyOp(LayoutOp):
 
     def solve(self, call: Call) -> Solution:
         """Match the strategies per mesh axis, then jointly."""
-        rows = [_Row.of(self, call, strategy) for strategy in self.strategies(call)]
         count = self.num_outputs(call)
-        everything = _Row((R,) * len(call.inputs), (R,) * count, frozenset())
-        if not any(row.inputs == everything.inputs for row in rows):
-            rows.append(everything)
-        chosen = [_choose(call, rows, axis) for axis in range(call.info.ndim)]
+        rows = _Rows(self, call, count)
+        shapes = self.output_shapes(call)
+        largest = 0 if shapes is None else max(math.prod(shape) for shape in shapes)
+        chosen = [_choose(call, rows, axis, largest) for axis in range(call.info.ndim)]
         targets, outputs = _joint(call, chosen, count)
         _check_policy(call, targets, rows)
         solution = Solution(
             targets,
             list(outputs),
-            invariant=frozenset.intersection(*(row.invariant for row in chosen)),
+            invariant=[row.invariant for row in chosen],
             uncounted=self.positions(call, self.uncounted),
+            shapes=shapes,
         )
         solution.local = self.local_function(call, targets, outputs)
         return solution
@@ -155,7 +164,7 @@ class _Row:
     invariant: frozenset[int]
 
     @classmethod
-    def of(cls, op: StrategyOp, call: Call, strategy: Strategy) -> _Row:
+    def of(cls, op: StrategyOp, call: Call, strategy: Strategy, count: int) -> _Row:
         if isinstance(strategy.inputs, Mapping):
             inputs: list[Placement] = [R] * len(call.inputs)
             for name, placement in strategy.inputs.items():
@@ -165,11 +174,36 @@ class _Row:
         else:
             inputs = [*strategy.inputs, *[R] * (len(call.inputs) - len(strategy.inputs))]
         given = strategy.outputs
-        outputs = (given,) * op.num_outputs(call) if isinstance(given, Placement) else tuple(given)
-        return cls(tuple(inputs), outputs, op.positions(call, strategy.invariant))
+        outputs = tuple(given) if isinstance(given, (tuple, list)) else (given,) * count
+        invariant = op.positions(call, strategy.invariant) if strategy.invariant else _NONE
+        return cls(tuple(inputs), outputs, invariant)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return f"{', '.join(map(short, self.inputs))} -> {', '.join(map(short, self.outputs))}"
+
+
+class _Rows:
+    """An operator's rows, made as they are asked for: most calls match one of the first."""
+
+    def __init__(self, op: StrategyOp, call: Call, count: int) -> None:
+        self.known: list[_Row] = []
+        self.more = self._make(op, call, count)
+
+    @staticmethod
+    def _make(op: StrategyOp, call: Call, count: int) -> Iterator[_Row]:
+        everything = False
+        for strategy in op.strategies(call):
+            row = _Row.of(op, call, strategy, count)
+            everything = everything or all(map(is_replicate, row.inputs))
+            yield row
+        if not everything:
+            yield _Row((R,) * len(call.inputs), (R,) * count, _NONE)
+
+    def __iter__(self) -> Iterator[_Row]:
+        yield from self.known
+        for row in self.more:
+            self.known.append(row)
+            yield row
 
 
 # -- one axis -----------------------------------------------------------------------------------------------------
@@ -177,13 +211,13 @@ class _Row:
 _FORBIDDEN = float("inf")
 
 
-def _choose(call: Call, rows: Sequence[_Row], axis: int) -> _Row:
+def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int) -> _Row:
     """The cheapest row for one mesh axis."""
     current = [spec.layout.placements[axis] for spec in call.inputs]
     best: _Row | None = None
     best_cost: tuple[float, int] = (_FORBIDDEN, 0)
     for row in rows:
-        cost = _row_cost(call, row, current)
+        cost = _row_cost(call, row, current, largest_output)
         if cost < best_cost:
             best, best_cost = row, cost
             if cost == (0, 0):
@@ -193,34 +227,34 @@ def _choose(call: Call, rows: Sequence[_Row], axis: int) -> _Row:
     return best
 
 
-def _row_cost(call: Call, row: _Row, current: Sequence[Placement]) -> tuple[float, int]:
+def _row_cost(call: Call, row: _Row, current: Sequence[Placement], largest_output: int) -> tuple[float, int]:
     """Elements to communicate and number of conversions; infinite when the policy forbids it."""
     policy = call.mode.policy
     total: float = 0
     conversions = 0
     anchored = policy == "auto" or any(
-        isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
+        is_shard(have) and is_shard(want) and have.dim == want.dim
         for have, want in zip(current, row.inputs, strict=True)
     )
     for index, (have, want) in enumerate(zip(current, row.inputs, strict=True)):
-        if isinstance(want, Shard):
-            if isinstance(have, Shard):
+        if is_shard(want):
+            if is_shard(have):
                 if have.dim == want.dim:
                     continue
                 total += call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
             elif not anchored:
                 # Nothing is sharded like this: do not start sharding on our own.
                 return _FORBIDDEN, 0
-            elif isinstance(have, Partial):
+            elif is_partial(have):
                 total += _FORBIDDEN if policy == "strict" else call.inputs[index].shape.numel()
         elif have == want:
             continue
-        elif isinstance(want, Replicate):
-            if isinstance(have, Partial):
+        elif is_replicate(want):
+            if is_partial(have):
                 total += _FORBIDDEN if policy == "strict" else 2 * call.inputs[index].shape.numel()
             else:
                 total += 1.5 * call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
-        elif not isinstance(have, Replicate):  # to Partial, from Shard or another Partial
+        elif not is_replicate(have):  # to Partial, from Shard or another Partial
             total += 2 * call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
         if call.inplace and index == 0:
             return _FORBIDDEN, 0  # the target of an in-place operator keeps its placements
@@ -229,13 +263,17 @@ def _row_cost(call: Call, row: _Row, current: Sequence[Placement]) -> tuple[floa
         conversions += 1
     if call.inplace and row.outputs[0] != row.inputs[0]:
         return _FORBIDDEN, 0
-    if total and any(isinstance(p, Partial) for p in row.outputs):
-        # Reduce all operands rather than some: what stays pending is paid for later, and a reduced form is remembered.
-        total += 2 * max(spec.shape.numel() for spec in call.inputs) + 1
+    if policy != "strict" and any(map(is_partial, row.outputs)):
+        pending = max((s.shape.numel() for s, p in zip(call.inputs, current, strict=True) if is_partial(p)), default=0)
+        if total:
+            # Reduce all operands rather than some: what stays pending is paid for later, a reduced form is remembered.
+            total += 2 * max(largest_output, pending) + 1
+        elif pending and largest_output > pending:
+            total += 2 * largest_output  # a product that grows is cheaper to reduce before
     return total, conversions
 
 
-def _no_strategy(call: Call, rows: Sequence[_Row], axis: int) -> ValueError:
+def _no_strategy(call: Call, rows: Iterable[_Row], axis: int) -> ValueError:
     name = call.info.names[axis]
     current = ", ".join(short(spec.layout.placements[axis]) for spec in call.inputs)
     if call.inplace:
@@ -263,8 +301,8 @@ def _joint(call: Call, chosen: Sequence[_Row], count: int) -> tuple[list[Layout]
     groups: list[set[_Slot]] = []
     sharded_by: dict[_Slot, list[int]] = {}
     for axis, row in enumerate(chosen):
-        slots = [(i, p.dim) for i, p in enumerate(row.inputs) if isinstance(p, Shard)]
-        slots += [(-1 - i, p.dim) for i, p in enumerate(row.outputs) if isinstance(p, Shard)]
+        slots = [(i, p.dim) for i, p in enumerate(row.inputs) if is_shard(p)]
+        slots += [(-1 - i, p.dim) for i, p in enumerate(row.outputs) if is_shard(p)]
         for slot in slots:
             sharded_by.setdefault(slot, []).append(axis)
         known = {group_of[s] for s in slots if s in group_of}
@@ -280,7 +318,7 @@ def _joint(call: Call, chosen: Sequence[_Row], count: int) -> tuple[list[Layout]
         placements = []
         for axis, row in enumerate(chosen):
             want = row.inputs[operand] if operand >= 0 else row.outputs[-1 - operand]
-            placements.append(_like_anchor(call, row, axis, want) if isinstance(want, Shard) else want)
+            placements.append(_like_anchor(call, row, axis, want) if is_shard(want) else want)
         order = []
         for dim in range(ndim):
             mine = sharded_by.get((operand, dim), ())
@@ -291,7 +329,7 @@ def _joint(call: Call, chosen: Sequence[_Row], count: int) -> tuple[list[Layout]
     base = call.inputs[0].layout
     targets = [layout(i, spec.layout.ndim, spec.layout) for i, spec in enumerate(call.inputs)]
     # An output may have more dims than any shard tells: the dispatcher pads the order once it knows the rank.
-    widest = [1 + max((p.dim for row in chosen if isinstance(p := row.outputs[o], Shard)), default=-1) for o in range(count)]
+    widest = [1 + max((p.dim for row in chosen if is_shard(p := row.outputs[o])), default=-1) for o in range(count)]
     outputs = [layout(-1 - o, widest[o], base) for o in range(count)]
     return targets, outputs
 
@@ -311,15 +349,17 @@ def _group_order(call: Call, slots: set[_Slot], sharded_by: Mapping[_Slot, list[
 
 
 def _like_anchor(call: Call, row: _Row, axis: int, want: Shard) -> Placement:
-    """``want``, packed as the operand that is sharded already is packed."""
+    """``want``, packed as the operand that is sharded already is packed, unless the row itself says how."""
+    if isinstance(want, PackedShard):
+        return want
     for spec, placement in zip(call.inputs, row.inputs, strict=True):
         have = spec.layout.placements[axis]
-        if isinstance(have, Shard) and isinstance(placement, Shard) and have.dim == placement.dim:
+        if is_shard(have) and is_shard(placement) and have.dim == placement.dim:
             return on_dim(have, want.dim)
     return want
 
 
-def _check_policy(call: Call, targets: Sequence[Layout], rows: Sequence[_Row]) -> None:
+def _check_policy(call: Call, targets: Sequence[Layout], rows: Iterable[_Row]) -> None:
     """Refuse a change of shard order or packing that the per-axis match could not see."""
     if call.mode.policy == "auto":
         return
@@ -328,7 +368,7 @@ def _check_policy(call: Call, targets: Sequence[Layout], rows: Sequence[_Row]) -
             continue
         for have, want in zip(spec.layout.shard_order, target.shard_order, strict=True):
             same = have == want[: len(have)] and all(spec.layout.placements[a] == target.placements[a] for a in have)
-            if not same and plan_transition(spec.layout, target, spec.shape).cost:
+            if not same and plan_transition(spec.layout, target, spec.shape).communicates:
                 names = call.info.names
                 raise refuse(
                     call,

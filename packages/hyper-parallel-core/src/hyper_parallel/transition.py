@@ -19,7 +19,8 @@ from hyper_parallel import comm
 from hyper_parallel.boxes import Box, Intervals, box, dim_intervals, length, split_intervals
 from hyper_parallel.layout import Layout
 from hyper_parallel.mesh import AxisGroup
-from hyper_parallel.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_shard
+from hyper_parallel.wire import norm_order, wire
 
 Segments = tuple[tuple[int, int], ...]  # (start, length) in local indices, one tuple per tensor dim
 
@@ -43,9 +44,23 @@ class _Work:
                 self._finish()
 
 
-class Step:
-    """One step of a plan. ``cost`` counts elements that this rank sends and receives."""
+class _Later:
+    def __init__(self, out: torch.Tensor, finish: Any) -> None:
+        self.out, self._finish = out, finish
 
+    def wait(self) -> None:
+        with torch.no_grad():
+            self._finish()
+
+
+class Step:
+    """One step of a plan.
+
+    ``collective`` is the same on all ranks. ``cost``, the elements that this rank sends and receives, is not: no decision
+    may rest on it.
+    """
+
+    collective: bool = False
     cost: int = 0
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,21 +118,36 @@ class KeepFirst(Step):
 class AllReduce(Step):
     """Partial to Replicate over one or several axes together."""
 
+    collective = True
+
     def __init__(self, group: AxisGroup, op: str, numel: int) -> None:
         self.group, self.op, self.cost = group, op, 2 * numel
 
     def start(self, x: torch.Tensor) -> Pending:
-        out = x.clone(memory_format=torch.contiguous_format)
-        return _Work(out, comm.all_reduce(out, self.group, self.op, async_op=True))
+        form = wire(self.op, x.dtype)
+        if form.encode is None or form.decode is None:
+            out = x.clone(memory_format=torch.contiguous_format)
+            return _Work(out, comm.all_reduce(out, self.group, form.op, async_op=True))
+        sent, decode = form.encode(x).contiguous(), form.decode
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        work = comm.all_reduce(sent, self.group, form.op, async_op=True)
+        return _Work(out, work, lambda: out.copy_(decode(sent)))
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(out, self.group, self.op)
-        return out
+        form = wire(self.op, x.dtype)
+        if form.encode is None or form.decode is None:
+            out = x.clone(memory_format=torch.contiguous_format)
+            comm.all_reduce(out, self.group, form.op)
+            return out
+        sent = form.encode(x).contiguous()
+        comm.all_reduce(sent, self.group, form.op)
+        return form.decode(sent)
 
 
 class ReduceScatter(Step):
     """Partial to Shard: every rank keeps the sum of its own part of one dim."""
+
+    collective = True
 
     def __init__(self, group: AxisGroup, op: str, dim: int, parts: list[tuple[tuple[int, int], ...]], numel: int) -> None:
         self.group, self.op, self.dim, self.parts, self.cost = group, op, dim, parts, numel
@@ -129,6 +159,20 @@ class ReduceScatter(Step):
         )
 
     def start(self, x: torch.Tensor) -> Pending:
+        form = wire(self.op, x.dtype)
+        if form.encode is not None and form.decode is not None:
+            decode, plain = form.decode, x
+            inner = self._start(form.encode(x), form.op)
+            out = plain.new_empty(inner.out.shape)
+
+            def finish() -> None:
+                inner.wait()
+                out.copy_(decode(inner.out))
+
+            return _Later(out, finish)
+        return self._start(x, form.op)
+
+    def _start(self, x: torch.Tensor, op: str) -> Pending:
         shape = list(x.shape)
         shape[self.dim] = self.widest
         if self.in_place:
@@ -140,8 +184,9 @@ class ReduceScatter(Step):
                 for start, count in part:
                     slot.narrow(self.dim, offset, count).copy_(x.narrow(self.dim, start, count))
                     offset += count
+            stacked = stacked.flatten(0, 1)
         out = x.new_empty(shape)
-        work = comm.reduce_scatter(out, stacked, self.group, self.op, async_op=True)
+        work = comm.reduce_scatter(out, stacked, self.group, op, async_op=True)
         mine = self.sizes[self.group.rank]
         if mine == self.widest:
             return _Work(out, work)
@@ -152,6 +197,8 @@ class ReduceScatter(Step):
 
 class AllGather(Step):
     """Shard to Replicate over one or several axes and dims together: every rank gets the others' blocks."""
+
+    collective = True
 
     def __init__(self, group: AxisGroup, shape: tuple[int, ...], blocks: list[tuple[Segments, ...]]) -> None:
         self.group, self.shape, self.blocks, self.cost = group, shape, blocks, math.prod(shape)
@@ -188,6 +235,8 @@ class AllGather(Step):
 
 class Exchange(Step):
     """Any shards to any other shards: one all-to-all with exactly the blocks that change rank."""
+
+    collective = True
 
     def __init__(self, group: AxisGroup, shape: tuple[int, ...], sends: list[Any], receives: list[Any]) -> None:
         self.group, self.shape, self.sends, self.receives = group, shape, sends, receives
@@ -274,6 +323,7 @@ class Plan:
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
         self.cost = sum(step.cost for step in steps)
+        self.communicates = any(step.collective for step in steps)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The local tensor in the new layout; ``x`` itself when there is nothing to do."""
@@ -288,7 +338,7 @@ class Plan:
         if not self.steps:
             return x
         last = self.steps[-1]
-        return last.start(x) if last.cost else last.run(x)
+        return last.start(x) if last.collective else last.run(x)
 
 
 @lru_cache(maxsize=8192)
@@ -348,9 +398,9 @@ class _Builder:
                     break
                 axis = wanted[len(have)]
                 now, want = self.current.placements[axis], self.target.placements[axis]
-                if isinstance(now, Shard) or (isinstance(now, Partial) and stop_at_partial):
+                if is_shard(now) or (is_partial(now) and stop_at_partial):
                     break
-                if isinstance(now, Partial):
+                if is_partial(now):
                     self._reduce_scatter(dim, wanted[len(have) :], now)
                     continue
                 segments = self._pieces(dim, [(want, self.info.shape[axis], self.here[axis])])
@@ -383,7 +433,7 @@ class _Builder:
     def _all_reduce(self) -> None:
         pending: dict[str, list[int]] = {}
         for axis, placement in enumerate(self.current.placements):
-            if isinstance(placement, Partial) and placement != self.target.placements[axis]:
+            if is_partial(placement) and placement != self.target.placements[axis]:
                 pending.setdefault(placement.reduce_op, []).append(axis)
         for op, axes in pending.items():
             self.steps.append(AllReduce(self.info.group(tuple(axes)), op, self._local_numel()))
@@ -395,11 +445,11 @@ class _Builder:
         current = self.current
         # Axes that end as Partial are brought to Replicate first; what stays Partial does not move.
         placements = tuple(
-            c if isinstance(c, Partial) else Replicate() if isinstance(t, Partial) else t
+            c if is_partial(c) else Replicate() if is_partial(t) else t
             for c, t in zip(current.placements, self.target.placements, strict=True)
         )
         order = tuple(
-            tuple(a for a in axes if isinstance(placements[a], Shard)) for axes in self.target.shard_order
+            tuple(a for a in axes if is_shard(placements[a])) for axes in self.target.shard_order
         )
         goal = current.with_order(placements, order)
         if goal is current:
@@ -449,11 +499,11 @@ class _Builder:
         neutral = {"sum": 0, "product": 1}
         by_op: dict[str, list[int]] = {}
         for axis, want in enumerate(self.target.placements):
-            if isinstance(want, Partial) and self.current.placements[axis] != want:
+            if is_partial(want) and self.current.placements[axis] != want:
                 by_op.setdefault(want.reduce_op, []).append(axis)
         for op, axes in by_op.items():
-            if op in neutral:  # avg, max and min of equal values are that value
-                self.steps.append(KeepFirst(all(self.here[a] == 0 for a in axes), neutral[op]))
+            if op in neutral or norm_order(op) is not None:  # avg, max and min of equal values are that value
+                self.steps.append(KeepFirst(all(self.here[a] == 0 for a in axes), neutral.get(op, 0)))
             self.current = self.current.with_placements({a: self.target.placements[a] for a in axes})
 
 

@@ -181,6 +181,15 @@ def test_registering_a_module_without_installing_it(make_plugin):
         manager.register(make_plugin(""), "mine")
 
 
+def test_registering_a_faulty_module_in_strict_mode_leaves_no_trace(make_plugin):
+    manager = PluginManager([], {"HYPER_PARALLEL_STRICT_PLUGINS": "1"})
+    faulty = "@hookimpl\ndef hyper_parallel_sharding_plan(model, wrong): pass"
+    for _ in range(2):
+        with pytest.raises(PluginError, match=r"'mine' .* left out: broken"):
+            manager.register(make_plugin(faulty), "mine")
+    assert manager.records() == []
+
+
 def test_first_result_asks_plugins_by_name_and_stops_at_an_answer(make_plugin):
     manager = PluginManager([], {})
     for name, options, answer in [("c", "", "'c'"), ("a", "", "None"), ("b", "", "'b'"), ("d", "trylast=True", "'d'")]:
@@ -194,7 +203,7 @@ def test_first_result_asks_plugins_by_name_and_stops_at_an_answer(make_plugin):
 def test_failing_first_result_is_an_error_that_names_the_plugin(make_plugin):
     manager = PluginManager([], {})
     manager.register(make_plugin("@hookimpl\ndef hyper_parallel_sharding_plan(model): raise KeyError('q')"), "bad")
-    with pytest.raises(PluginError, match="hyper_parallel_sharding_plan of plugin 'bad'.*KeyError: 'q'"):
+    with pytest.raises(PluginError, match=r"hyper_parallel_sharding_plan of plugin 'bad'.*KeyError: 'q'"):
         manager.first_result("hyper_parallel_sharding_plan", model=None, mesh=None)
 
 

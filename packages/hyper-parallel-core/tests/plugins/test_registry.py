@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import function_names
+from hyper_parallel import registry as registry_module
 from hyper_parallel.errors import MissingOpError, OpConflictError, OpTableError, PluginError
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.op_table import OpTable
@@ -499,7 +500,8 @@ def test_factory_that_makes_something_else_is_told_on_use(make_plugin):
 # ---------------------------------------------------------------------- missing ops, fingerprint
 
 
-def test_missing_op_names_the_function_and_the_tutorial(registry_with):
+def test_missing_op_names_the_function_and_the_tutorial(registry_with, monkeypatch):
+    monkeypatch.setattr(registry_module, "PACK_OF_OP", {})
     text = registry_with(acme="log_softmax: {}").missing_message(torch.softmax)
     assert text.splitlines()[0] == "torch.softmax has no distributed rule"
     assert "docs/" in text
@@ -507,9 +509,7 @@ def test_missing_op_names_the_function_and_the_tutorial(registry_with):
 
 
 def test_missing_op_names_the_pack_that_has_it(registry_with, monkeypatch):
-    from hyper_parallel import registry as module
-
-    monkeypatch.setitem(module.PACK_OF_OP, "cumprod", "hyper-parallel-ops-test")
+    monkeypatch.setitem(registry_module.PACK_OF_OP, "cumprod", "hyper-parallel-ops-test")
     registry = registry_with()
     for function in (torch.cumprod, torch.Tensor.cumprod_):
         assert "-m pip install hyper-parallel-ops-test" in registry.missing_message(function)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.call import Call
+from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 
@@ -42,6 +43,22 @@ def contraction_strategies(
         yield Strategy([*([P] if addend else []), *(P if j == i else R for j in range(len(operands)))], P)
 
 
+def contraction_shape(shapes: Sequence[Sequence[int]], operands: Sequence[str], output: str) -> tuple[int, ...] | None:
+    """Output shape; None when the operands' sizes disagree (the function itself then says so best)."""
+    sizes: dict[str, int] = {}
+    for shape, labels in zip(shapes, operands, strict=True):
+        for label, size in zip(labels, shape, strict=True):
+            known = sizes.get(label, 1)
+            if known != size and known != 1 and size != 1:
+                return None
+            sizes[label] = size if known == 1 else known
+    return tuple(sizes[label] for label in output)
+
+
+def _one(shape: tuple[int, ...] | None) -> list[tuple[int, ...]] | None:
+    return None if shape is None else [shape]
+
+
 def matmul_labels(a: int, b: int) -> tuple[str, str, str]:
     """Labels of ``matmul`` for operands of rank ``a`` and ``b`` (batch dims aligned from the right)."""
     batch = "ABCDEFGHIJKLMNOPQRSTUVW"
@@ -65,6 +82,11 @@ class MatMul(StrategyOp):
         a, b = call.inputs[0].shape, call.inputs[1].shape
         left, right, out = matmul_labels(len(a), len(b))
         return contraction_strategies([a, b], [left, right], out)
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
+        a, b = call.inputs[0].shape, call.inputs[1].shape
+        left, right, out = matmul_labels(len(a), len(b))
+        return _one(contraction_shape([a, b], [left, right], out))
 
 
 class AddMatMul(StrategyOp):
@@ -96,15 +118,22 @@ class Linear(StrategyOp):
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         x, w = call.spec("input").shape, call.spec("weight").shape
+        features = "n" if len(w) == 2 else ""
         batch = "ABCDEFGHIJKLMNOPQRSTUVW"[: len(x) - 1]
-        operands, output = [batch + "k", "nk" if len(w) == 2 else "k"], batch + ("n" if len(w) == 2 else "")
+        output = batch + features
+        places = [call.index("input"), call.index("weight")]
         bias = call.index("bias")
-        for row in contraction_strategies([x, w], operands, output):
-            inputs = dict(zip(("input", "weight"), row.inputs, strict=True))
+        for row in contraction_strategies([x, w], [batch + "k", features + "k"], output):
+            inputs: list[Placement] = [R] * len(call.inputs)
+            inputs[places[0]], inputs[places[1]] = row.inputs  # type: ignore[index, misc]
             if bias is not None:
                 # Added once: sharded with the output features, or pending when the product is.
-                inputs["bias"] = P if row.outputs == P else S(0) if row.outputs == S(len(output) - 1) and len(w) == 2 else R
+                inputs[bias] = P if row.outputs == P else S(0) if features and row.outputs == S(len(batch)) else R
             yield Strategy(inputs, row.outputs)
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
+        x, w = call.spec("input").shape, call.spec("weight").shape
+        return [(*x[:-1], *w[:-1])] if x[-1] == w[-1] else None
 
 
 class Einsum(StrategyOp):

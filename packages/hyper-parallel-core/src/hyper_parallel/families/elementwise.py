@@ -44,6 +44,9 @@ class Elementwise(StrategyOp):
                 yield Strategy(inputs, S(d))
         yield from self._pending(call, len(shapes))
 
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
+        return [broadcast_shape([spec.shape for spec in call.inputs])] * self.outputs
+
     def _pending(self, call: Call, count: int) -> Iterable[Strategy]:
         """Rows for pending sums (and averages, which are sums of a fraction)."""
         for p in (P, Partial("avg")):

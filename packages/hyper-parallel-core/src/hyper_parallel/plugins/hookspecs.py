@@ -22,6 +22,7 @@ from hyper_parallel.plugins.markers import hookspec
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from hyper_parallel.module_sharding import ShardingPlan
     from hyper_parallel.op_table import OpTable
@@ -93,7 +94,7 @@ def hyper_parallel_public_names() -> Mapping[str, str]:  # type: ignore[empty-bo
 
 
 @hookspec(firstresult=True)
-def hyper_parallel_sharding_plan(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> ShardingPlan | None:
+def hyper_parallel_sharding_plan(model: torch.nn.Module, mesh: DeviceMesh) -> ShardingPlan | None:
     """Give the sharding plan of a model, if this plugin knows the model.
 
     Stops at the first plugin that answers; plugins are asked in the order of their names. Answer None for every model

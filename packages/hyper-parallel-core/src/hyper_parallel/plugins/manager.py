@@ -187,8 +187,12 @@ class PluginManager:
             record = PluginRecord(name, None, None, getattr(module, "__name__", repr(module)))
             self._records[name] = record
             self._public_names = None
-            with self.isolated(record):
-                self._admit(record, module)
+            try:
+                with self.isolated(record):
+                    self._admit(record, module)
+            except PluginError:  # strict mode
+                self._forget(name)
+                raise
             return record
 
     @contextmanager
@@ -202,7 +206,7 @@ class PluginManager:
     def _load_one(self, rivals: list[EntryPoint]) -> None:
         entry = rivals[0]
         dist = entry.dist
-        record = PluginRecord(entry.name, dist and dist.name, dist and dist.version, entry.value)
+        record = PluginRecord(entry.name, dist.name if dist else None, dist.version if dist else None, entry.value)
         self._records[entry.name] = record
         if blocked := self._settings.why_blocked(entry.name):
             record.status, record.reason = "blocked", blocked
@@ -254,10 +258,14 @@ class PluginManager:
         )
 
     def _forget_all(self) -> None:
-        for name, _ in self._pluggy.list_name_plugin():
-            self._pluggy.unregister(name=name)
-        self._records.clear()
+        for name in list(self._records):
+            self._forget(name)
         self._loaded = False
+
+    def _forget(self, name: str) -> None:
+        del self._records[name]
+        if self._pluggy.has_plugin(name):
+            self._pluggy.unregister(name=name)
 
     def _check_names_in_settings(self) -> None:
         """A misspelt name in an environment variable must not pass for a plugin that is blocked or allowed."""

@@ -1,4 +1,4 @@
-"""Kinds of device, and what a program needs to use one: a collective backend, and a module that teaches torch about it."""
+"""Kinds of device: for each the collective backend, and the module that teaches torch about it."""
 
 from __future__ import annotations
 

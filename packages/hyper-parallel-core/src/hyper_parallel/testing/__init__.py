@@ -1,4 +1,4 @@
-"""Test kit: real gloo ranks for pytest, kept alive between tests.
+"""Test kit: real gloo ranks for pytest, kept alive between tests, and the conformance kit for operators.
 
 Names are resolved on first use (PEP 562), so that importing this package imports no torch: pytest loads
 ``hyper_parallel.testing.pytest_plugin`` at the start of every run, also of projects that never use a rank.
@@ -10,20 +10,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hyper_parallel.testing.case_runner import OpUnderTest
+    from hyper_parallel.testing.conformance import ConformanceError, OpConformance, check_op
     from hyper_parallel.testing.failures import NotSendableError, RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
+    from hyper_parallel.testing.inputs import sample, tensor
+    from hyper_parallel.testing.placing import make
     from hyper_parallel.testing.pool import WorkerPool
     from hyper_parallel.testing.pool_set import PoolSet
 
-__all__ = ["NotSendableError", "PoolSet", "RankFailure", "RanksFailed", "RanksSkipped", "RanksTimedOut", "WorkerPool"]
+__all__ = [
+    "ConformanceError",
+    "NotSendableError",
+    "OpConformance",
+    "OpUnderTest",
+    "PoolSet",
+    "RankFailure",
+    "RanksFailed",
+    "RanksSkipped",
+    "RanksTimedOut",
+    "WorkerPool",
+    "check_op",
+    "make",
+    "sample",
+    "tensor",
+]
 
 _HOMES = {
+    "ConformanceError": "conformance",
     "NotSendableError": "failures",
+    "OpConformance": "conformance",
+    "OpUnderTest": "case_runner",
     "PoolSet": "pool_set",
     "RankFailure": "failures",
     "RanksFailed": "failures",
     "RanksSkipped": "failures",
     "RanksTimedOut": "failures",
     "WorkerPool": "pool",
+    "check_op": "conformance",
+    "make": "placing",
+    "sample": "inputs",
+    "tensor": "inputs",
 }
 
 

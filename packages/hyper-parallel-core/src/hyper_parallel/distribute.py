@@ -1,0 +1,197 @@
+"""Spread tensors and modules over a mesh."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel import comm
+from hyper_parallel.boxes import dim_intervals, length, split_intervals
+from hyper_parallel.dtensor import DTensor, wrap
+from hyper_parallel.layout import Layout, as_layout
+from hyper_parallel.mesh import AxisGroup, DeviceMesh
+from hyper_parallel.placements import Placement, Replicate, Shard
+from hyper_parallel.redistribute import transition
+from hyper_parallel.spec import NOT_VARYING, contiguous_stride, make_spec
+
+__all__ = ["distribute_module", "distribute_tensor"]
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | Layout,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Spread one global tensor over a mesh.
+
+    Args:
+        tensor: the global tensor, a leaf. Every rank passes one of the same shape and dtype; a meta tensor gives a
+            DTensor on the meta device without communication.
+        device_mesh: the mesh, or a :class:`Layout`.
+        placements: one per mesh axis.
+        src_data_rank: index along every mesh axis of the rank whose data counts: it is scattered over the axes that
+            shard and broadcast over the others. ``None``: every rank slices what it has itself, without communication.
+
+    Returns:
+        A DTensor leaf that requires a gradient when ``tensor`` does.
+
+    Raises:
+        ValueError: the tensor is a DTensor in another layout, or not a leaf; the source rank is out of range.
+    """
+    layout = as_layout(device_mesh, placements, tensor.ndim)
+    if isinstance(tensor, DTensor):
+        if tensor.layout is layout:
+            return tensor
+        raise ValueError(f"distribute_tensor: the tensor is a DTensor with {tensor.layout} already; use redistribute()")
+    if not tensor.is_leaf:
+        raise ValueError("distribute_tensor takes a leaf tensor; detach() it, or use DTensor.from_local to keep history")
+    data = tensor.detach()
+    if data.device.type not in ("meta", layout.info.device_type):
+        data = data.to(layout.info.default_device())
+    if data.is_meta:
+        local = data.new_empty(make_spec(layout, data.shape, contiguous_stride(data.shape), data.dtype).local_shape)
+    elif src_data_rank is None:
+        local = _slice(data, layout)
+    else:
+        local = _from_rank(data, layout, src_data_rank)
+    if local is data or local.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
+        local = local.clone()
+    local.requires_grad_(tensor.requires_grad)
+    return wrap(local, make_spec(layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype))
+
+
+def _slice(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    whole = layout.replicated()
+    return transition(data, (whole, NOT_VARYING), (layout, NOT_VARYING), tuple(data.shape))
+
+
+def _from_rank(data: torch.Tensor, layout: Layout, src: int) -> torch.Tensor:
+    """Scatter over the sharding axes, then broadcast the (smaller) pieces over the others, then make sums pending."""
+    info = layout.info
+    for axis, size in enumerate(info.shape):
+        if not 0 <= src < size:
+            raise ValueError(f"src_data_rank {src} is out of range on mesh axis {info.names[axis]!r} of size {size}")
+    shape = tuple(data.shape)
+    local = data.contiguous()
+    current = layout.replicated()
+    sharding = [axis for axes in layout.shard_order for axis in axes]
+    for axis in sharding:
+        placement = layout.placements[axis]
+        assert isinstance(placement, Shard)
+        group = info.group((axis,))
+        local = _scatter(local, current, shape, placement, axis, group, _member(group, axis, src))
+        current = current.with_placements({axis: placement})
+    for axis in range(info.ndim):
+        if axis not in sharding and info.shape[axis] > 1:
+            group = info.group((axis,))
+            local = local.contiguous().clone()
+            comm.broadcast(local, group, _member(group, axis, src))
+    return transition(local, (current, NOT_VARYING), (layout, NOT_VARYING), shape)
+
+
+def _member(group: AxisGroup, axis: int, index: int) -> int:
+    return next(m for m, coordinate in enumerate(group.coordinates) if coordinate[axis] == index)
+
+
+def _scatter(
+    local: torch.Tensor,
+    current: Layout,
+    shape: tuple[int, ...],
+    placement: Shard,
+    axis: int,
+    group: AxisGroup,
+    src: int,
+) -> torch.Tensor:
+    info, dim = current.info, placement.dim
+    here = info.my_coordinate()
+    size = length(dim_intervals(current, shape, dim, here)) if shape[dim] else 0
+    whole = ((0, size),) if size else ()
+    parts = [split_intervals(whole, placement, info.shape[axis], c[axis]) for c in group.coordinates]
+    widest = max(length(p) for p in parts)
+    piece_shape = list(local.shape)
+    piece_shape[dim] = widest
+    pieces = None
+    if group.rank == src:
+        pieces = []
+        for part in parts:
+            piece = local.new_zeros(piece_shape)
+            offset = 0
+            for start, stop in part:
+                piece.narrow(dim, offset, stop - start).copy_(local.narrow(dim, start, stop - start))
+                offset += stop - start
+            pieces.append(piece)
+    out = local.new_empty(piece_shape)
+    comm.scatter(out, pieces, group, src)
+    return out.narrow(dim, 0, length(parts[group.rank])).contiguous()
+
+
+_DISTRIBUTED = "_hyper_parallel_distributed"
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Spread a module over a mesh in three stages, in place.
+
+    Args:
+        partition_fn: called as ``(name, submodule, mesh)`` on every submodule to shard its parameters. What it leaves
+            plain, parameters and buffers, becomes Replicate.
+        input_fn: called as ``(module, inputs, mesh)`` before the module's forward; returns the new positional inputs.
+        output_fn: called as ``(module, outputs, mesh)`` after it; returns the new output.
+
+    Raises:
+        RuntimeError: the module was distributed before.
+        ValueError: ``input_fn`` or ``output_fn`` takes another number of arguments.
+    """
+    if getattr(module, _DISTRIBUTED, False):
+        raise RuntimeError("distribute_module: this module was distributed before; build it anew or redistribute its parameters")
+    for name, fn in (("input_fn", input_fn), ("output_fn", output_fn)):
+        if fn is not None and len(inspect.signature(fn).parameters) != 3:
+            raise ValueError(f"distribute_module: {name} takes (module, values, device_mesh), got {inspect.signature(fn)}")
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, device_mesh)
+    replicate_rest(module, device_mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
+    setattr(module, _DISTRIBUTED, True)
+    return module
+
+
+def replicate_rest(module: nn.Module, device_mesh: DeviceMesh, *, src_data_rank: int | None = 0, buffers: bool = True) -> None:
+    """Make every parameter (and buffer) that is still plain a Replicate DTensor; tied ones stay tied."""
+    placements = [Replicate()] * device_mesh.ndim
+    done: dict[int, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, parameter in list(submodule._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in done:
+                done[id(parameter)] = as_parameter(
+                    distribute_tensor(parameter, device_mesh, placements, src_data_rank=src_data_rank), parameter
+                )
+            submodule._parameters[name] = done[id(parameter)]
+        for name, buffer in list(submodule._buffers.items()) if buffers else ():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                submodule._buffers[name] = distribute_tensor(buffer, device_mesh, placements, src_data_rank=src_data_rank)
+
+
+def as_parameter(tensor: DTensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter around a DTensor, with the attributes that users put on the old one."""
+    parameter = nn.Parameter(tensor, requires_grad=like.requires_grad)
+    for name, value in vars(like).items():
+        if not hasattr(parameter, name):
+            setattr(parameter, name, value)
+    return parameter

@@ -1,0 +1,135 @@
+"""Operators that fold dimensions away: the general form, and those whose terms can stay pending."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call, normal_dim
+from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial, Placement, Replicate
+from hyper_parallel.strategy import Strategy, StrategyOp, S
+
+__all__ = ["Mean", "Product", "Reduction", "Sum"]
+
+
+class Reduction(StrategyOp):
+    """One tensor, some of whose dims are folded; the others may be sharded freely.
+
+    A subclass says in :meth:`folded_output` what a shard of a folded dim leaves on its mesh axis: a pending reduction, or
+    Replicate when the local function reduces inside (see :meth:`over`).
+    """
+
+    signature = "input, dim=None, keepdim=False, *, dtype=None, axis=None, keepdims=None"
+
+    def folded(self, call: Call) -> tuple[int, ...]:
+        """The folded dims, ascending; no ``dim`` (or an empty one) means all of them."""
+        ndim = len(call.inputs[0].shape)
+        given = call.arg("dim", call.arg("axis"))
+        if given is None or (isinstance(given, (tuple, list)) and not given):
+            return tuple(range(ndim))
+        dims = given if isinstance(given, (tuple, list)) else (given,)
+        return tuple(sorted({normal_dim(d, ndim) for d in dims})) if ndim else ()
+
+    def keepdim(self, call: Call) -> bool:
+        """Whether folded dims stay, with size 1."""
+        return bool(call.arg("keepdim", call.arg("keepdims", False)))
+
+    def output_shapes(self, call: Call) -> Sequence[tuple[int, ...]] | None:
+        shape, folded, keep = call.inputs[0].shape, self.folded(call), self.keepdim(call)
+        if 0 in shape:
+            return None  # some have no value then; the function itself says so
+        out = tuple(1 if d in folded else n for d, n in enumerate(shape) if keep or d not in folded)
+        return [out] * self.num_outputs(call)
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        folded, keep = self.folded(call), self.keepdim(call)
+        position = 0
+        for d in range(len(call.inputs[0].shape)):
+            if d not in folded:
+                yield Strategy([S(d)], S(position))
+            position += keep or d not in folded
+        for d in folded:
+            yield Strategy([S(d)], self.folded_output(call))
+        yield from self.pending(call)
+
+    def folded_output(self, call: Call) -> Placement:
+        """Placement of the outputs on a mesh axis that shards a folded dim."""
+        return Replicate()
+
+    def pending(self, call: Call) -> Iterable[Strategy]:
+        """Strategies for an input that is a pending reduction itself."""
+        return ()
+
+    def over(self, call: Call, targets: Sequence[Layout]) -> OverAxes:
+        """The mesh axes that shard folded dims; false when there are none."""
+        return OverAxes(targets[0], self.folded(call))
+
+    def count(self, call: Call) -> int:
+        """Global number of elements folded into one."""
+        return math.prod(call.inputs[0].shape[d] for d in self.folded(call))
+
+
+class Sum(Reduction):
+    """Reductions that leave a pending ``op``: ``sum``, ``nansum``, ``count_nonzero``, ``any`` (max), ``all`` (min).
+
+    Args:
+        op: reduce op that joins the ranks' terms.
+        linear: whether a pending sum or average passes through.
+    """
+
+    def __init__(self, op_name: str, *, op: str = "sum", linear: bool = False) -> None:
+        super().__init__(op_name)
+        self.op, self.linear = op, linear
+
+    def folded_output(self, call: Call) -> Placement:
+        return Partial(self.op)
+
+    def pending(self, call: Call) -> Iterable[Strategy]:
+        if self.linear:
+            for p in (Partial(), Partial("avg")):
+                yield Strategy([p], p)
+
+
+class Mean(Reduction):
+    """``mean``: the local sum over the *global* count, a pending sum that is exact for uneven shards."""
+
+    def folded_output(self, call: Call) -> Placement:
+        return Partial()
+
+    def pending(self, call: Call) -> Iterable[Strategy]:
+        for p in (Partial(), Partial("avg")):
+            yield Strategy([p], p)
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        if not self.over(call, targets):
+            return None
+        dims, keep, count, dtype = self.folded(call), self.keepdim(call), self.count(call), call.arg("dtype")
+        return lambda x, *args, **kwargs: mean_term(x, dims, keep, count, dtype)
+
+
+def mean_term(
+    x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, count: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """This rank's term of a mean over ``count`` elements: a sum that no low precision overflows."""
+    dtype = dtype or x.dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return (x.sum(dims, keepdim=keepdim, dtype=wide) / count).to(dtype)
+
+
+class Product(Reduction):
+    """``prod``: a pending product; reduced inside where a gradient is needed, which no pending product carries."""
+
+    def folded_output(self, call: Call) -> Placement:
+        return Replicate() if call.needs_grad[0] else Partial("product")
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        over = self.over(call, targets)
+        if not over or not call.needs_grad[0]:
+            return None
+        # The ranks' products are multiplied by torch's own prod: its gradient is right with zeros among them.
+        return lambda x, *args, **kwargs: over.gather(call.func(x, *args, **kwargs)).prod(0)

@@ -1,0 +1,202 @@
+"""custom_shard: use a function written for plain local tensors on DTensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel import comm
+from hyper_parallel.dispatcher import vary_axes
+from hyper_parallel.dtensor import DTensor, remembered, wrap
+from hyper_parallel.errors import RedistributionError
+from hyper_parallel.layout import Layout, as_layout
+from hyper_parallel.mesh import DeviceMesh
+from hyper_parallel.placements import Replicate, Shard
+from hyper_parallel.redistribute import varying_axes
+from hyper_parallel.spec import contiguous_stride, make_spec
+
+__all__ = ["custom_shard"]
+
+
+def custom_shard(
+    func: Callable[..., Any] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    out_layouts: Any = None,
+    in_layouts: Any = None,
+    *,
+    redistribute_inputs: bool = True,
+    grad_placements: Any = None,
+) -> Any:
+    """Wrap a function of local tensors so that it takes and returns DTensors.
+
+        @custom_shard(device_mesh=mesh, out_layouts=[Shard(0)])
+        def rotate(x, angle): ...
+
+        rotate = custom_shard(rotate, mesh, out_layouts=[Shard(0)])
+
+    Args:
+        func: the function; left out when used as a decorator.
+        device_mesh: the mesh; by default that of the layouts or of the first DTensor.
+        out_layouts: layout of the output: a :class:`Layout` or placements (one per mesh axis). For several outputs a
+            tuple of them, with None for an output that is no tensor.
+        in_layouts: what the inputs must have: a tuple with one entry per positional argument (None: as it comes), or a
+            mapping from parameter names. By default every input keeps its own layout.
+        redistribute_inputs: bring inputs to ``in_layouts``; otherwise a different layout is an error.
+        grad_placements: per positional argument, placements of the gradient that the function sends back for it; None
+            for the general rule (the terms of a Replicate input are summed where another input is sharded).
+
+    Raises:
+        TypeError: ``func`` is a module, or a declared input is no DTensor.
+        ValueError: ``out_layouts`` is missing or does not fit the outputs.
+        RedistributionError: an input has another layout and ``redistribute_inputs`` is False.
+    """
+    if isinstance(func, nn.Module):
+        raise TypeError("custom_shard takes a function; for a module use shard_module, or custom_shard(module.forward, ...)")
+    if isinstance(func, DeviceMesh):
+        raise TypeError("custom_shard: the first argument is the function; as a decorator write custom_shard(device_mesh=mesh, …)")
+    if out_layouts is None:
+        raise ValueError("custom_shard needs out_layouts: nothing else says how the outputs are laid out")
+    if func is None:
+        return lambda f: custom_shard(
+            f,
+            device_mesh,
+            out_layouts,
+            in_layouts,
+            redistribute_inputs=redistribute_inputs,
+            grad_placements=grad_placements,
+        )
+    if not callable(func):
+        raise TypeError(f"custom_shard takes a function, got {type(func).__name__}")
+    sharded = _Sharded(func, device_mesh, out_layouts, in_layouts, redistribute_inputs, grad_placements)
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return sharded(args, kwargs)
+
+    return wrapper
+
+
+class _Sharded:
+    def __init__(
+        self, func: Callable[..., Any], mesh: DeviceMesh | None, outputs: Any, inputs: Any, may_move: bool, gradients: Any
+    ) -> None:
+        self.func, self.mesh, self.outputs, self.inputs = func, mesh, outputs, inputs
+        self.may_move, self.gradients = may_move, gradients
+        self.name = getattr(func, "__name__", "custom_shard function")
+        self.shapes: dict[Any, tuple[int, ...]] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        declared = self._declared(args, kwargs)
+        values = [*args, *kwargs.values()]
+        values = [self._placed(v, d, i) for i, (v, d) in enumerate(zip(values, declared, strict=True))]
+        tensors = [v for v in values if isinstance(v, DTensor)]
+        if not tensors:
+            return self.func(*args, **kwargs)
+        values = self._varied(values, tensors)
+        local = [v.to_local() if isinstance(v, DTensor) else v for v in values]
+        count = len(args)
+        out = self.func(*local[:count], **dict(zip(kwargs, local[count:], strict=True)))
+        return self._wrapped(out, [v for v in values if isinstance(v, DTensor)])
+
+    def _declared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        if self.inputs is None:
+            return [None] * (len(args) + len(kwargs))
+        if isinstance(self.inputs, Mapping):
+            import inspect
+
+            names = list(inspect.signature(self.func).parameters)
+            return [self.inputs.get(n) for n in (*names[: len(args)], *kwargs)]
+        given = [self.inputs] if _is_layout(self.inputs) and len(args) == 1 else list(self.inputs)
+        if len(given) != len(args):
+            raise ValueError(f"{self.name}: in_layouts has {len(given)} entries, the call {len(args)} positional arguments")
+        return given + [None] * len(kwargs)
+
+    def _placed(self, value: Any, declared: Any, position: int) -> Any:
+        if declared is None:
+            return value
+        if not isinstance(value, DTensor):
+            raise TypeError(f"{self.name}: argument {position} has a layout in in_layouts but is a {type(value).__name__}, no DTensor")
+        layout = self._layout(declared, value.ndim, value)
+        if value.layout is layout:
+            return value
+        if not self.may_move:
+            raise RedistributionError(
+                f"{self.name}: argument {position} is laid out as {value.layout}, in_layouts wants {layout}; redistribute it, "
+                "or allow it with redistribute_inputs=True",
+                op_name=self.name,
+                layouts=[value.layout],
+            )
+        return value.redistribute(layout)
+
+    def _layout(self, declared: Any, ndim: int, like: DTensor) -> Layout:
+        return as_layout(declared if isinstance(declared, Layout) else self.mesh or like.device_mesh, declared, ndim)
+
+    def _varied(self, values: list[Any], tensors: list[DTensor]) -> list[Any]:
+        """Inputs that are Replicate where another is not enter as varying, so that their gradient's terms are summed."""
+        needed = iter(vary_axes(tensors))
+        result = []
+        for position, value in enumerate(values):
+            if isinstance(value, DTensor):
+                axes = next(needed)
+                given = self.gradients[position] if self.gradients and position < len(self.gradients) else None
+                if given is not None:
+                    axes = varying_axes(value.layout, given)
+                if axes - value._spec.varying:
+                    value = remembered(value, value.layout, axes | value._spec.varying)
+            result.append(value)
+        return result
+
+    def _wrapped(self, out: Any, tensors: list[DTensor]) -> Any:
+        many = isinstance(out, (tuple, list))
+        outs = list(out) if many else [out]
+        layouts = [self.outputs] if not many or _is_layout(self.outputs) else list(self.outputs)
+        if len(layouts) != len(outs):
+            raise ValueError(f"{self.name}: out_layouts has {len(layouts)} entries, the function returned {len(outs)} values")
+        wrapped = []
+        for index, (value, declared) in enumerate(zip(outs, layouts, strict=True)):
+            if declared is None or not isinstance(value, torch.Tensor):
+                wrapped.append(value)
+                continue
+            layout = self._layout(declared, value.ndim, tensors[0])
+            shape = self._shape(index, value, layout, tensors)
+            varying = frozenset(
+                axis
+                for axis, placement in enumerate(layout.placements)
+                if isinstance(placement, Replicate) and any(axis in t._spec.varying for t in tensors)
+                and all(isinstance(t.placements[axis], Replicate) for t in tensors)
+            )
+            wrapped.append(wrap(value, make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying)))
+        return type(out)(wrapped) if many else wrapped[0]
+
+    def _shape(self, index: int, local: torch.Tensor, layout: Layout, tensors: list[DTensor]) -> tuple[int, ...]:
+        """Global shape of an output: local sizes, summed over the axes that shard them.
+
+        When an input is unevenly sharded the sizes are added up over the ranks, once per combination of input shapes;
+        otherwise all ranks hold as much.
+        """
+        key = (index, layout, *(t._spec for t in tensors))
+        if key in self.shapes:
+            return self.shapes[key]
+        shape = list(local.shape)
+        uneven = any(t.shape[p.dim] % t.layout.mesh_shape[a] for t in tensors for a, p in enumerate(t.placements) if isinstance(p, Shard))
+        for dim, axes in enumerate(layout.shard_order):
+            if axes and uneven:
+                total = torch.tensor(shape[dim], device=layout.info.default_device())
+                comm.all_reduce(total, layout.info.group(tuple(sorted(axes))), "sum")
+                shape[dim] = int(total)
+            else:
+                for axis in axes:
+                    shape[dim] *= layout.mesh_shape[axis]
+        self.shapes[key] = tuple(shape)
+        return self.shapes[key]
+
+
+def _is_layout(value: Any) -> bool:
+    """One layout or one list of placements, not a tuple of them."""
+    from hyper_parallel.placements import Placement
+
+    return isinstance(value, Layout) or (isinstance(value, Sequence) and all(isinstance(p, Placement) for p in value))

@@ -1,0 +1,324 @@
+"""shard_module: lay out a module's parameters and its boundaries from a plan, its code unmodified."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hyper_parallel.context import implicit_replication
+from hyper_parallel.distribute import as_parameter, distribute_tensor, replicate_rest
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.layout import Layout, as_layout
+from hyper_parallel.mesh import DeviceMesh, mesh_info
+from hyper_parallel.placements import Partial, Placement, Shard
+
+__all__ = ["ShardingPlan", "shard_module"]
+
+
+@dataclass
+class ShardingPlan:
+    """How a module is laid out. A layout is a :class:`Layout` or placements, one per mesh axis.
+
+    Names are dotted paths; ``*`` stands for one path component or a part of one, ``**`` for any number.
+
+    Attributes:
+        plan: parameter name -> layout, e.g. ``{"layers.*.mlp.up_proj.weight": [Shard(0)]}``.
+        input_plan: ``"<module>.input"`` (or the module's name, ``""`` for the root) -> layouts of its inputs: a tuple, one
+            per positional argument (None: leave as it is), or a mapping from argument names. DTensors are redistributed;
+            a plain tensor is taken as this rank's piece in that layout.
+        output_plan: ``"<module>.output"`` -> layout of the output, or a tuple for several.
+        return_local_tensor: modules (names, globs) whose outputs become plain local tensors, pending reductions carried
+            out; True for the root.
+    """
+
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    input_plan: Mapping[str, Any] = field(default_factory=dict)
+    output_plan: Mapping[str, Any] = field(default_factory=dict)
+    return_local_tensor: bool | Iterable[str] = ()
+
+
+def shard_module(
+    model: nn.Module,
+    mesh_or_plan: DeviceMesh | ShardingPlan | Mapping[str, Any],
+    plan: ShardingPlan | Mapping[str, Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Shard a module in place and return it.
+
+    Two forms::
+
+        shard_module(model, mesh, ShardingPlan(plan={"*.q_proj.weight": [Replicate(), Shard(0)]}))
+        shard_module(model, {"forward": {"input": (x,), "mlp.gate.input": (y,), "output": z},
+                             "parameter": {"weight": w}})          # Layouts, which carry their mesh
+
+    Parameters that no name of the plan means become Replicate. Inside the model's forward plain tensors (buffers, masks,
+    position ids) count as Replicate. At world size 1 the model is returned as it is.
+
+    Args:
+        model: the module; its parameters may be on the meta device.
+        mesh_or_plan: the mesh, or a plan of Layouts.
+        plan: the plan, when the mesh comes first.
+        src_data_rank: rank along every mesh axis whose parameters count (see ``distribute_tensor``); None: each rank's own.
+
+    Raises:
+        TypeError: the plan is of another kind.
+        ValueError: a name means no parameter or module (near misses are listed); a layout does not fit.
+    """
+    mesh, sharding = _normalise(mesh_or_plan, plan)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return model
+    mesh = mesh or _mesh_of(sharding)
+    _shard_parameters(model, mesh, sharding.plan, src_data_rank)
+    replicate_rest(model, mesh, src_data_rank=src_data_rank, buffers=False)
+    modules = dict(model.named_modules())
+    inputs = _by_module(modules, sharding.input_plan, "input")
+    outputs = _by_module(modules, sharding.output_plan, "output")
+    local = _local_outputs(modules, sharding.return_local_tensor)
+    for name, module in modules.items():
+        if name in inputs:
+            module.register_forward_pre_hook(_input_hook(name, mesh, inputs[name]), with_kwargs=True)
+        if name in outputs:
+            module.register_forward_hook(_output_hook(mesh, outputs[name]))
+        if name in local:
+            module.register_forward_hook(lambda mod, args, out: _map(out, lambda t: t.reduce_partial().to_local()))
+        # Modules with children, not only the root: activation checkpointing calls them again, outside the root's forward.
+        if name == "" or next(module.children(), None) is not None:
+            module.forward = _replicating(module.forward)
+    model.register_forward_pre_hook(_check_entry(mesh, inputs.get("")), with_kwargs=True, prepend=True)
+    return model
+
+
+# -- plans --------------------------------------------------------------------------------------------------------
+
+
+def _normalise(first: Any, second: Any) -> tuple[DeviceMesh | None, ShardingPlan]:
+    mesh = first if isinstance(first, DeviceMesh) else None
+    plan = second if mesh is not None else first
+    if mesh is None and second is not None:
+        raise TypeError(f"shard_module(model, mesh, plan): the mesh is a {type(first).__name__}")
+    if isinstance(plan, ShardingPlan):
+        return mesh, plan
+    if isinstance(plan, Mapping):
+        unknown = set(plan) - {"forward", "parameter"}
+        if unknown:
+            raise ValueError(f'a dict plan has the keys "forward" and "parameter", got {sorted(unknown)}')
+        forward = plan.get("forward", {})
+        for key in forward:
+            if key.rpartition(".")[2] not in ("input", "output"):
+                raise ValueError(f'"forward" has keys that end in "input" or "output", such as "mlp.gate.input"; got {key!r}')
+        return mesh, ShardingPlan(
+            plan=plan.get("parameter", {}),
+            input_plan={k: v for k, v in forward.items() if k.rpartition(".")[2] == "input"},
+            output_plan={k: v for k, v in forward.items() if k.rpartition(".")[2] == "output"},
+        )
+    raise TypeError(f"shard_module takes a ShardingPlan or a dict plan, got {type(plan).__name__}")
+
+
+def _layouts(value: Any) -> Iterable[Layout]:
+    if isinstance(value, Layout):
+        yield value
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            yield from _layouts(v)
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from _layouts(v)
+
+
+def _mesh_of(plan: ShardingPlan) -> DeviceMesh:
+    for layout in _layouts([plan.plan, plan.input_plan, plan.output_plan]):
+        return layout.bind().mesh
+    raise ValueError("no mesh: use Layouts in the plan, or shard_module(model, mesh, plan)")
+
+
+def matcher(pattern: str) -> re.Pattern[str]:
+    """A dotted glob: ``*`` within one component, ``**`` over several."""
+    text = re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
+    text = re.sub(r"\\\[(.*?)\\\]", r"[\1]", text).replace(r"\?", "[^.]")
+    return re.compile(text + r"\Z")
+
+
+def matching(pattern: str, names: Sequence[str], what: str) -> list[str]:
+    """The names that a glob means.
+
+    Raises:
+        ValueError: when there is none; near misses are listed.
+    """
+    found = [n for n in names if matcher(pattern).match(n)]
+    if not found:
+        near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.5)
+        hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"the {what}s are {', '.join(map(repr, names[:8]))} ..."
+        raise ValueError(f"the plan's {pattern!r} means no {what} of the model; {hint}")
+    return found
+
+
+def _shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], src: int | None) -> None:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    wanted: dict[str, Any] = {}
+    for pattern, layout in plan.items():
+        for name in matching(pattern, list(named), "parameter"):
+            wanted[name] = layout
+    done: dict[int, tuple[str, nn.Parameter]] = {}
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        by_identity.setdefault(id(parameter), []).append(name)
+    for name, layout in wanted.items():
+        parameter = named[name]
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"parameter {name!r} is a DTensor already; shard_module distributes plain modules")
+        target = as_layout(layout if isinstance(layout, Layout) else mesh, layout, parameter.ndim)
+        if id(parameter) in done:
+            first, sharded = done[id(parameter)]
+            if sharded.layout is not target:  # type: ignore[comparison-overlap]
+                raise ValueError(f"{name!r} and {first!r} are one tied parameter but have two layouts in the plan")
+            continue
+        sharded = as_parameter(distribute_tensor(parameter, target, src_data_rank=src), parameter)
+        done[id(parameter)] = (name, sharded)
+        for alias in by_identity[id(parameter)]:  # tied parameters stay tied
+            owner, _, leaf = alias.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = sharded
+
+
+def _by_module(modules: Mapping[str, nn.Module], plan: Mapping[str, Any], suffix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in plan.items():
+        pattern = key[: -len(suffix) - 1] if key.endswith("." + suffix) else "" if key == suffix else key
+        for name in [""] if pattern == "" else matching(pattern, list(modules), "module"):
+            found[name] = value
+    return found
+
+
+def _local_outputs(modules: Mapping[str, nn.Module], given: bool | Iterable[str]) -> set[str]:
+    if isinstance(given, bool):
+        return {""} if given else set()
+    return {name for pattern in given for name in (matching(pattern, list(modules), "module") if pattern else [""])}
+
+
+# -- hooks --------------------------------------------------------------------------------------------------------
+
+
+def _map(value: Any, change: Callable[[DTensor], Any]) -> Any:
+    """A structure (tuple, list, dict, ModelOutput) with its DTensors changed."""
+    if isinstance(value, DTensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = {k: _map(v, change) for k, v in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, (tuple, list)):
+        items = [_map(v, change) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _replicating(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with implicit_replication():
+            return forward(*args, **kwargs)
+
+    return wrapper
+
+
+def place(value: Any, declared: Any, mesh: DeviceMesh, varying_for: nn.Module | None = None) -> Any:
+    """A module input or output in its declared layout.
+
+    ``varying_for``: the module that will use it. Where its own parameters are sharded and the input is Replicate, each rank
+    does different work with the input, so its gradient is asked for in terms: the backward of a gather is then one
+    reduce-scatter.
+    """
+    if declared is None or not isinstance(value, torch.Tensor):
+        return value
+    layout = as_layout(declared if isinstance(declared, Layout) else mesh, declared, value.ndim)
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, layout)
+    varying = value._spec.varying | (_sharded_axes(varying_for, layout) if varying_for is not None else set())
+    gradients = [Partial() if axis in varying else p for axis, p in enumerate(layout.placements)]
+    return value.redistribute(layout, grad_placements=gradients)
+
+
+def _sharded_axes(module: nn.Module, layout: Layout) -> set[int]:
+    return {
+        axis
+        for parameter in module.parameters(recurse=False)
+        if isinstance(parameter, DTensor) and parameter.layout.info is layout.info
+        for axis, p in enumerate(parameter.placements)
+        if isinstance(p, Shard)
+    }
+
+
+def _input_hook(name: str, mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
+    by_name = isinstance(declared, Mapping)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if by_name:
+            unknown = set(declared) - set(kwargs)
+            if unknown:
+                raise ValueError(f"module {name!r}: the plan lays out inputs {sorted(unknown)}, called with {sorted(kwargs)}")
+            return args, {k: place(v, declared.get(k), mesh, module) for k, v in kwargs.items()}
+        layouts = list(declared) if isinstance(declared, (tuple, list)) and not _is_placements(declared) else [declared]
+        if len(layouts) > len(args):
+            raise ValueError(
+                f"module {name!r}: the plan lays out {len(layouts)} positional inputs, called with {len(args)} and keywords "
+                f"{sorted(kwargs)}; use a mapping from argument names"
+            )
+        layouts += [None] * (len(args) - len(layouts))
+        return tuple(place(a, d, mesh, module) for a, d in zip(args, layouts, strict=True)), kwargs
+
+    return hook
+
+
+def _output_hook(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
+    several = isinstance(declared, (tuple, list)) and not _is_placements(declared)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if not several:
+            return place(output, declared, mesh) if isinstance(output, torch.Tensor) else _first(output, declared, mesh)
+        rest = list(declared) + [None] * (len(output) - len(declared))
+        items = [place(o, d, mesh) for o, d in zip(output, rest, strict=True)]
+        return type(output)(items)
+
+    return hook
+
+
+def _first(output: Any, declared: Any, mesh: DeviceMesh) -> Any:
+    """The usual (hidden_states, ...) tuple: one layout in the plan means the first."""
+    return type(output)([place(output[0], declared, mesh), *output[1:]])
+
+
+def _is_placements(value: Any) -> bool:
+    return bool(value) and all(isinstance(p, Placement) for p in value)
+
+
+def _check_entry(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
+    """A plain batch on a mesh with a data axis is no Replicate: every data rank has another one."""
+    info = mesh_info(mesh)
+    data_axes = [n for n, s in zip(info.names, info.shape, strict=True) if s > 1 and n != "tp"]
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not data_axes:
+            return
+        covered = set(declared) if isinstance(declared, Mapping) else set()
+        positional = len(declared) if isinstance(declared, (tuple, list)) and not _is_placements(declared) else bool(declared)
+        loose = [f"positional {i}" for i, a in enumerate(args) if _is_plain(a) and (covered or i >= positional)]
+        loose += [k for k, v in kwargs.items() if _is_plain(v) and k not in covered]
+        if loose:
+            raise ValueError(
+                f"{type(module).__name__}: plain tensor inputs ({', '.join(loose)}) on a mesh with data axes {tuple(data_axes)}. "
+                "Is it this rank's part of the batch, or the same on all ranks? Pass a DTensor "
+                "(DTensor.from_local(x, mesh, placements), distribute_tensor) or name its layout in the plan's inputs"
+            )
+
+    return hook
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0

@@ -1,0 +1,304 @@
+"""One operator call on one layout, compared with plain torch on the global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hyper_parallel import dispatcher
+from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.context import redistribute_policy
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.errors import RedistributionError
+from hyper_parallel.mesh import DeviceMesh
+from hyper_parallel.placements import Partial, short
+from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
+from hyper_parallel.testing.layouts import Case
+from hyper_parallel.testing.placing import make, piece_of
+from hyper_parallel.testing.strategy_rows import CallRecorder, not_taken
+
+Policy = Literal["partial", "auto"]
+
+# (rtol, atol) where PyTorch's own defaults suit one device only: sums are taken in another order here.
+_TOLERANCES = {torch.float64: (1e-9, 1e-10), torch.complex128: (1e-9, 1e-10), torch.float32: (1e-5, 1e-5)}
+
+
+@dataclass(frozen=True)
+class OpUnderTest:
+    """An operator and what its author declares about it; see :class:`~hyper_parallel.testing.OpConformance`."""
+
+    func: Callable[..., Any]
+    reference: Callable[..., Any] | None = None
+    unsupported: Unsupported | None = None
+    max_collectives: MaxCollectives | None = None
+    rtol: float | None = None
+    atol: float | None = None
+
+    def on_plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator on one device."""
+        return (self.reference or self.func)(*args, **kwargs)
+
+    def close(self, got: torch.Tensor, want: torch.Tensor) -> bool:
+        """Whether two plain tensors of one shape are equal up to rounding."""
+        if not (want.is_floating_point() or want.is_complex()):
+            return torch.equal(got, want)
+        rtol, atol = _TOLERANCES.get(want.dtype, (2e-2, 1e-2))
+        rtol, atol = rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
+        return torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong that this rank saw in one case."""
+
+    case: Case
+    policy: Policy
+    text: str
+
+
+@dataclass
+class Expected:
+    """The result on one device: outputs (flattened), random gradients for them, and the gradients of the inputs."""
+
+    outputs: list[Any]
+    structure: pytree.TreeSpec
+    seeds: list[torch.Tensor | None]
+    grads: list[torch.Tensor | None]
+
+
+class CaseRunner:
+    """Runs one case. Problems that only some ranks may see are collected in ``problems``, never raised."""
+
+    def __init__(
+        self, op: OpUnderTest, sample: Sample, values: Sequence[torch.Tensor], mesh: DeviceMesh, case: Case
+    ) -> None:
+        self.op, self.sample, self.mesh, self.case = op, sample, mesh, case
+        self.policy: Policy = "partial"
+        self.problems: list[Problem] = []
+        self.refused = False
+        self.layouts = [p.layout(mesh, v.ndim) for p, v in zip(case.inputs, values, strict=True)]
+        self.values, self.expected = self._expected(values)
+
+    def run(self) -> None:
+        """Under the default policy, and under ``auto`` as far as that can differ."""
+        first = self._run_policy("partial")
+        self.refused = first is None
+        if self.case.outputs is None:
+            self._run_policy("auto", like=first)
+
+    def call(self, func: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """The sample's call with these tensors, plain or distributed."""
+        args, kwargs = self.sample.arguments(tensors)
+        return func(*args, **kwargs)
+
+    def may_refuse(self, error: ValueError) -> bool:
+        """Whether the operator may refuse the case's layouts in this way."""
+        if self.case.outputs is not None or self.policy == "auto":
+            return False
+        return isinstance(error, RedistributionError) and "\n  fix: " in str(error)
+
+    # -- one device -----------------------------------------------------------------------------------------------
+
+    def _expected(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Expected]:
+        """Values as they lie in memory, and the result; contiguous when the operator itself needs it (``view``)."""
+        turned = [_transposed(v) if p.transposed else v for v, p in zip(values, self.case.inputs, strict=True)]
+        try:
+            return turned, self._on_one_device(turned)
+        except RuntimeError:
+            return list(values), self._on_one_device(values)
+
+    def _on_one_device(self, values: Sequence[torch.Tensor]) -> Expected:
+        leaves = [v.detach().requires_grad_(p.grad) for v, p in zip(values, self.case.inputs, strict=True)]
+        outputs, structure = pytree.tree_flatten(self.call(self.op.on_plain, leaves))
+        generator = torch.Generator().manual_seed(2000)
+        seeds = [torch.randn(o.shape, generator=generator, dtype=o.dtype) if _has_grad(o) else None for o in outputs]
+        return Expected(
+            [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs],
+            structure,
+            seeds,
+            _gradients(outputs, seeds, leaves),
+        )
+
+    # -- on the mesh ----------------------------------------------------------------------------------------------
+
+    def leaves(self) -> list[DTensor]:
+        """Fresh leaf DTensors of the case."""
+        return [
+            make(v, self.mesh, layout, varying=p.varying, requires_grad=p.grad, seed=i)
+            for i, (v, layout, p) in enumerate(zip(self.values, self.layouts, self.case.inputs, strict=True))
+        ]
+
+    def _run_policy(self, policy: Policy, like: list[Any] | None = None) -> list[Any] | None:
+        """One run with all comparisons; the outputs' specs, or None when the operator refused.
+
+        Args:
+            like: specs that an earlier run gave; where they come out again, the gradients were checked then.
+        """
+        self.policy = policy
+        leaves = self.leaves()
+        must_refuse = self._declared_unsupported()
+        recorder = CallRecorder()
+        with redistribute_policy(policy), CommTrace() as trace:
+            try:
+                with recorder if self.case.outputs is not None else nullcontext():
+                    result = self.call(self.op.func, leaves)
+            except ValueError as error:
+                if not must_refuse and not self.may_refuse(error):
+                    self.note(self._wrong_refusal(error))
+                return None
+            if must_refuse:
+                self.note("the layouts are declared unsupported, yet the operator took them")
+                return []
+            if self.case.outputs is not None:
+                self.note(not_taken(recorder, leaves, self.case.outputs))
+        if policy == "partial":
+            self._check_collectives(trace)
+        outputs = self._compare_structure(result)
+        if outputs is None:
+            return []
+        for index, (got, want) in enumerate(zip(outputs, self.expected.outputs, strict=True)):
+            self.compare(f"output {index}", got, want, self.expected.seeds[index] is not None)
+        specs = [o._spec if isinstance(o, DTensor) else None for o in outputs]
+        if specs != like:
+            self._check_gradients(outputs, leaves)
+            with redistribute_policy(policy):
+                self._check_cache(leaves, outputs)
+        return specs
+
+    def _wrong_refusal(self, error: ValueError) -> str:
+        if self.case.outputs is not None:
+            return f"the inputs are laid out for a listed strategy, yet it was refused: {error}"
+        if self.policy == "auto":
+            return f"refused, although redistribution is allowed: {type(error).__name__}: {error}"
+        return f"a refusal must be the standard RedistributionError (see hyper_parallel.call.refuse), got {error!r}"
+
+    def _compare_structure(self, result: Any) -> list[Any] | None:
+        outputs, structure = pytree.tree_flatten(result)
+        if structure == self.expected.structure:
+            return outputs
+        self.note(f"the result has the structure {structure}, plain torch gives {self.expected.structure}")
+        return None
+
+    def compare(self, label: str, got: Any, want: Any, needs_grad: bool = False) -> None:
+        """Note every difference between a result and that of one device."""
+        if not isinstance(want, torch.Tensor):
+            if type(got) is not type(want) or got != want:
+                self.note(f"{label} is {got!r}, plain torch gives {want!r}")
+            return
+        if not isinstance(got, DTensor):
+            self.note(f"{label} is a {type(got).__name__}, expected a DTensor")
+            return
+        spec, local = got._spec, got._resolve().detach()
+        facts = {
+            "global shape": (tuple(spec.shape), tuple(want.shape)),
+            "dtype": (got.dtype, want.dtype),
+            "dtype of the local tensor": (local.dtype, spec.dtype),
+            "local shape": (tuple(local.shape), tuple(spec.local_shape)),
+            "requires_grad": (got.requires_grad, needs_grad),
+        }
+        for name, (mine, right) in facts.items():
+            if mine != right:
+                self.note(f"{label}: {name} is {mine}, expected {right}")
+        if all(mine == right for mine, right in list(facts.values())[:4]):
+            self._compare_values(label, got, want)
+        elif any(isinstance(p, Partial) for p in got.placements):
+            got.detach().full_tensor()  # the other ranks, which may have found nothing, wait for it
+
+    def _compare_values(self, label: str, got: DTensor, want: torch.Tensor) -> None:
+        layout = got.layout
+        shown = f"{label} ({','.join(map(short, layout.placements))})"
+        if any(isinstance(p, Partial) for p in layout.placements):
+            whole = got.detach().full_tensor()
+            if not self.op.close(whole, want):
+                self.note(f"{shown}: {difference(whole, want)}")
+            return
+        # Comparing this rank's piece needs no communication, and finds replicas that differ.
+        piece = piece_of(want, layout)
+        local = got._resolve().detach()
+        if not self.op.close(local, piece):
+            self.note(f"{shown}: in this rank's piece {difference(local, piece)}")
+
+    def _check_gradients(self, outputs: Sequence[Any], leaves: Sequence[DTensor]) -> None:
+        roots = [(o, s) for o, s in zip(outputs, self.expected.seeds, strict=True) if s is not None]
+        if not roots or not all(isinstance(o, DTensor) and o.requires_grad for o, _ in roots):
+            return  # noted before, on every rank alike: requires_grad is part of the plan
+        torch.autograd.backward([o for o, _ in roots], [s for _, s in roots])
+        for index, (leaf, want) in enumerate(zip(leaves, self.expected.grads, strict=True)):
+            if self.case.inputs[index].grad:
+                self._compare_gradient(f"gradient of input {index}", leaf, want)
+
+    def _compare_gradient(self, label: str, leaf: DTensor, want: torch.Tensor | None) -> None:
+        if leaf.grad is None:
+            if want is not None and want.any():
+                self.note(f"{label} is missing")
+            # Other ranks may have one, and a pending gradient is compared by all together.
+            leaf._local.grad = torch.zeros_like(leaf._local)
+        self.compare(label, leaf.grad, torch.zeros(tuple(leaf.shape), dtype=leaf.dtype) if want is None else want)
+
+    def _check_cache(self, leaves: Sequence[DTensor], before: Sequence[Any]) -> None:
+        """A second call of the same kind must find the plan of the first, and give the same."""
+        entries = cache_entries()
+        again = pytree.tree_leaves(self.call(self.op.func, leaves))
+        if cache_entries() != entries:
+            self.note(f"the same call a second time made {cache_entries() - entries} new cache entries")
+        for index, (a, b) in enumerate(zip(before, again, strict=True)):
+            if isinstance(a, DTensor) and not self.op.close(b._resolve().detach(), a._resolve().detach()):
+                self.note(f"output {index} differs between two identical calls")
+
+    # -- what the author declared ---------------------------------------------------------------------------------
+
+    def _declared_unsupported(self) -> bool:
+        declared = (self.op.unsupported, self.sample.unsupported)
+        return any(d is not None and d(self.layouts) for d in declared)
+
+    def _check_collectives(self, trace: CommTrace) -> None:
+        for declared in (self.op.max_collectives, self.sample.max_collectives):
+            if declared is None:
+                continue
+            limit = declared(self.layouts)
+            for name, count in trace.phase("forward").items():
+                if count > limit.get(name, 0):
+                    self.note(f"{count} {name} in the forward, declared at most {limit.get(name, 0)}\n{trace}")
+
+    def note(self, text: str | None) -> None:
+        """Keep a problem for the report."""
+        if text is not None:
+            self.problems.append(Problem(self.case, self.policy, text))
+
+
+def cache_entries() -> int:
+    """Number of plans that the dispatcher remembers."""
+    return sum(len(rule.cache) for rule in dispatcher._rules.values() if isinstance(rule, dispatcher._Rule))
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> str:
+    """Where two tensors of one shape differ, in a few words."""
+    wrong = ~torch.isclose(got, want, equal_nan=True)
+    index = tuple(int(i) for i in wrong.nonzero()[0]) if wrong.any() else ()
+    pair = f"{got[index].item()}, expected {want[index].item()}"
+    return f"{int(wrong.sum())} of {want.numel()} values differ, e.g. at {index}: {pair}"
+
+
+def _has_grad(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and output.requires_grad
+
+
+def _gradients(
+    outputs: Sequence[Any], seeds: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    roots = [o for o, s in zip(outputs, seeds, strict=True) if s is not None]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not roots or not wanted:
+        return [None] * len(leaves)
+    found = iter(torch.autograd.grad(roots, wanted, [s for s in seeds if s is not None], allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def _transposed(value: torch.Tensor) -> torch.Tensor:
+    """The same values with the last dim outermost in memory."""
+    return value if value.ndim < 2 else value.movedim(-1, 0).contiguous().movedim(0, -1)

@@ -1,0 +1,115 @@
+"""The rank's side of the conformance kit: an operator on one layout after the other.
+
+Every rank takes the same decisions, as these depend only on what all ranks know. What differs (a wrong value in one
+rank's piece) is noted and reported at the end, so that no rank leaves the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.placements import Partial, Replicate
+from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest, Problem
+from hyper_parallel.testing.inputs import Sample
+from hyper_parallel.testing.layouts import Case, Placed
+from hyper_parallel.testing.placing import make
+from hyper_parallel.testing.reproduction import title
+from hyper_parallel.testing.strategy_rows import Row, rows_of
+from hyper_parallel.testing.writing_forms import InPlaceRunner, OutRunner
+
+
+@dataclass
+class Outcome:
+    """What one rank saw: how many cases it ran, how many the default policy refused, and what was wrong."""
+
+    ran: int = 0
+    refused: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+
+RUNNERS: dict[str, type[CaseRunner]] = {"layouts": CaseRunner, "inplace": InPlaceRunner, "out": OutRunner}
+
+
+class CaseFailed(AssertionError):
+    """A case ended in an exception that is no refusal. ``str()`` names the case."""
+
+
+def mesh_names(shape: Sequence[int]) -> tuple[str, ...]:
+    """Axis names of the kit's meshes."""
+    return ("dp", "tp")[-len(shape) :]
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of this shape over all ranks, made once per process."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=mesh_names(shape))
+
+
+def check_layouts(
+    op: OpUnderTest,
+    sample: Sample,
+    values: Sequence[torch.Tensor],
+    mesh_shape: tuple[int, ...],
+    cases: Sequence[Case],
+    limit: int,
+    form: str = "layouts",
+) -> Outcome:
+    """Run every listed strategy (at most ``limit`` combinations of them) and every case.
+
+    Args:
+        form: ``"layouts"``, ``"inplace"`` or ``"out"``: in which form the operator is called.
+    """
+    mesh = mesh_of(mesh_shape)
+    strategies: list[Case] = []
+    if form == "layouts":
+        strategies = strategy_cases(rows_of(op.func, sample, _replicas(sample, values, mesh)), sample, mesh.ndim, limit)
+    outcome = Outcome()
+    for case in (*strategies, *cases):
+        running = RUNNERS[form](op, sample, values, mesh, case)
+        try:
+            running.run()
+        except Exception as error:
+            raise CaseFailed(f"{title(mesh_shape, case, running.policy)}\n{type(error).__name__}: {error}") from error
+        outcome.ran += 1
+        outcome.refused += running.refused
+        outcome.problems += running.problems
+    return outcome
+
+
+def strategy_cases(rows: Sequence[Row], sample: Sample, mesh_ndim: int, limit: int) -> list[Case]:
+    """A case per strategy on a 1-D mesh, per pair of strategies on a 2-D mesh; ``limit`` of them when there are more."""
+    combinations = (
+        [(row,) for row in rows] if mesh_ndim == 1 else [(a, b) for a in rows for b in rows if _can_join(a, b)]
+    )
+    if len(combinations) > limit and mesh_ndim > 1:
+        combinations = random.Random(0).sample(combinations, limit)
+    found = []
+    for combination in combinations:
+        only_sums = all(not isinstance(p, Partial) or p.reduce_op == "sum" for row in combination for p in row.inputs)
+        inputs = [
+            Placed(tuple(row.inputs[i] for row in combination), grad=wants and only_sums)
+            for i, wants in enumerate(sample.wants_grad())
+        ]
+        outputs = tuple(zip(*(row.outputs for row in combination), strict=True))
+        found.append(Case(tuple(inputs), outputs))
+    return found
+
+
+def _can_join(a: Row, b: Row) -> bool:
+    """Whether no tensor would have two kinds of pending reduction."""
+    pairs = zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
+    return all(x == y for x, y in pairs if isinstance(x, Partial) and isinstance(y, Partial))
+
+
+def _replicas(sample: Sample, values: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[DTensor]:
+    return [
+        make(v, mesh, [Replicate()] * mesh.ndim, requires_grad=g)
+        for v, g in zip(values, sample.wants_grad(), strict=True)
+    ]

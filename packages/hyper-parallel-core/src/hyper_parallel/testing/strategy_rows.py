@@ -1,0 +1,102 @@
+"""What a strategy operator lists for one call, and whether the engine really takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from hyper_parallel import dispatcher
+from hyper_parallel.call import Call
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.placements import Placement, Replicate, short
+from hyper_parallel.strategy import Strategy, StrategyOp
+from hyper_parallel.testing.inputs import Sample
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: a placement per tensor input of the sample, and one per output."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+class CallRecorder(TorchFunctionMode):
+    """Notes the torch functions that are called on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs or {}))):
+            self.calls.append((func, tuple(args), dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def strategy_call(self, tensors: Sequence[DTensor]) -> tuple[StrategyOp, Call] | None:
+        """The rule and the :class:`Call`, if there was one call, of a StrategyOp, with exactly these tensors."""
+        if len(self.calls) != 1:
+            return None
+        func, args, kwargs = self.calls[0]
+        used = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if len(used) != len(tensors) or any(a is not b for a, b in zip(used, tensors, strict=True)):
+            return None
+        rule = dispatcher._find(func)
+        if not isinstance(rule, dispatcher._Rule) or not isinstance(rule.op, StrategyOp):
+            return None
+        return rule.op, dispatcher.make_call(rule.op, rule, args, kwargs)
+
+
+def rows_of(func: Callable[..., Any], sample: Sample, tensors: Sequence[DTensor]) -> list[Row]:
+    """The strategies listed for a sample; none when the function is not one call of a StrategyOp."""
+    args, kwargs = sample.arguments(tensors)
+    with CallRecorder() as recorder:
+        func(*args, **kwargs)
+    found = recorder.strategy_call(tensors)
+    if found is None:
+        return []
+    op, call = found
+    return [_row(op, call, strategy) for strategy in op.strategies(call)]
+
+
+def _row(op: StrategyOp, call: Call, strategy: Strategy) -> Row:
+    inputs: list[Placement] = [Replicate()] * len(call.inputs)
+    given = strategy.inputs
+    for name, placement in given.items() if isinstance(given, Mapping) else enumerate(given):
+        index = name if isinstance(name, int) else call.index(name)
+        if index is not None:
+            inputs[index] = placement
+    outputs = strategy.outputs
+    many = (outputs,) * op.num_outputs(call) if isinstance(outputs, Placement) else tuple(outputs)
+    return Row(tuple(inputs), many)
+
+
+def not_taken(recorder: CallRecorder, tensors: Sequence[DTensor], outputs: Sequence[Sequence[Placement]]) -> str | None:
+    """Why the engine did not take the strategy that the tensors were laid out for; None when it did.
+
+    Args:
+        outputs: per output, the placements that the strategy promises.
+    """
+    found = recorder.strategy_call(tensors)
+    if found is None:
+        return None
+    op, call = found
+    solution = op.solve(call)
+    for index, (spec, target) in enumerate(zip(call.inputs, solution.targets, strict=True)):
+        if target is not spec.layout:
+            return (
+                f"the inputs are laid out for a listed strategy, yet input {index} would be redistributed to {target}"
+            )
+    for index, (layout, wanted) in enumerate(zip(solution.outputs, outputs, strict=True)):
+        if layout is None or tuple(layout.placements) != tuple(wanted):
+            got = "no DTensor" if layout is None else ",".join(map(short, layout.placements))
+            return (
+                f"the strategy promises output {index} as {','.join(map(short, wanted))}, the engine gives {got}: "
+                "another strategy with the same inputs comes first"
+            )
+    return None

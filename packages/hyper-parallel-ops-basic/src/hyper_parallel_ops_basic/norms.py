@@ -1,0 +1,145 @@
+"""Norms of vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call, normal_dim, refuse
+from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.reduction import Reduction
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial, Placement, Replicate
+from hyper_parallel.strategy import S, Strategy
+from hyper_parallel.wire import norm_op
+
+from .extremes import local_extreme, tie_share, unfold
+
+# Parameters of the three functions, and the name of the one that is the order.
+_FORMS = {
+    "vector": ("x, ord=2, dim=None, keepdim=False, *, dtype=None", "ord"),
+    "torch": ("input, p=fro, dim=None, keepdim=False, out=None, dtype=None", "p"),
+    "linalg": ("A, ord=None, dim=None, keepdim=False, *, dtype=None", "ord"),
+}
+
+
+class VectorNorm(Reduction):
+    """``linalg.vector_norm``; ``torch.norm`` and ``linalg.norm`` where they are norms of vectors.
+
+    Without a gradient the ranks' norms stay pending (a p-norm of p-norms is one), so that gradient clipping, which takes
+    the norm of many tensors' norms, costs one all-reduce for all. With a gradient it is reduced inside: one all-reduce,
+    none backward (order inf: the number of ties).
+
+    Args:
+        form: ``"vector"``, ``"torch"`` or ``"linalg"``: whose arguments it has.
+    """
+
+    floats_matter = True
+
+    def __init__(self, op_name: str, *, form: str = "vector") -> None:
+        self.signature, self._order = _FORMS[form]
+        self.form = form
+        super().__init__(op_name)
+
+    def order(self, call: Call) -> float:
+        """The order p."""
+        given = call.arg(self._order)
+        return 2.0 if given is None or given == "fro" else float(given)
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        if not self._is_matrix_norm(call):
+            yield from super().strategies(call)
+            return
+        ndim = len(call.inputs[0].shape)
+        matrix = {normal_dim(d, ndim) for d in call.arg("dim") or range(ndim)}
+        for d in sorted(set(range(ndim)) - matrix):
+            gone = 0 if self.keepdim(call) else sum(m < d for m in matrix)
+            yield Strategy([S(d)], S(d - gone))
+
+    def _is_matrix_norm(self, call: Call) -> bool:
+        order, dim = call.arg(self._order), call.arg("dim")
+        if order == "nuc":
+            return True
+        if self.form != "linalg" or order is None or order == "fro":
+            return False
+        return len(call.inputs[0].shape) == 2 if dim is None else isinstance(dim, (tuple, list)) and len(dim) == 2
+
+    def pending(self, call: Call) -> Iterable[Strategy]:
+        p = self.order(call)
+        if 0 < p < math.inf and not call.needs_grad[0]:
+            kind = Partial(norm_op(p))
+            yield Strategy([kind], kind)
+
+    def folded_output(self, call: Call) -> Placement:
+        p = self.order(call)
+        if call.needs_grad[0]:
+            return Replicate()
+        if math.isinf(p):
+            return Partial("max" if p > 0 else "min")
+        return Partial(norm_op(p)) if p > 0 else Partial() if p == 0 else Replicate()
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        if self._is_matrix_norm(call):
+            return None
+        over = self.over(call, targets)
+        if not over:
+            return None
+        p, dims, keep, dtype = self.order(call), self.folded(call), self.keepdim(call), call.arg("dtype")
+        if p < 0 and not math.isinf(p):
+            raise refuse(call, f"a norm of order {p} over a sharded dim has no rule", "redistribute the input first")
+        inside = call.needs_grad[0]
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            x = x if dtype is None else x.to(dtype)
+            if inside:
+                return _Norm.apply(x, over, p, dims, keep)  # type: ignore[no-any-return]
+            return local_norm(x, p, dims, keep)
+
+        return local
+
+
+def local_norm(x: torch.Tensor, p: float, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    """This rank's norm; the neutral element where it holds nothing."""
+    if math.isinf(p):
+        return local_extreme(x.abs(), dims, keepdim, "max" if p > 0 else "min")
+    return torch.linalg.vector_norm(x, p, dims, keepdim)
+
+
+class _Norm(torch.autograd.Function):
+    """The norm over sharded dims, with PyTorch's subgradients: 0 where the norm is 0, shared among ties for order inf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, over: OverAxes, p: float, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+        mine = local_norm(x, p, dims, keepdim)
+        if math.isinf(p):
+            out = over.extreme(mine, "max" if p > 0 else "min")
+        elif p == 0:
+            out = over.sum(mine)
+        else:
+            wide = mine.float() if mine.dtype in (torch.float16, torch.bfloat16) else mine
+            out = over.sum(wide.pow(p)).pow(1 / p).to(mine.dtype)
+        ctx.save_for_backward(x, out)
+        ctx.args = (over, p, dims, keepdim)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, out = ctx.saved_tensors
+        over, p, dims, keepdim = ctx.args
+        g, norm = over.vary(unfold(grad, dims, keepdim)), over.vary(unfold(out, dims, keepdim))
+        zero = norm == 0
+        if p == 0:
+            found = torch.zeros_like(x)
+        elif math.isinf(p):
+            found = x.sgn() * tie_share(x.abs(), norm, over, dims) * g
+        elif p == 1:
+            found = x.sgn() * g
+        elif p == 2:
+            found = x * (g / norm).masked_fill(zero, 0)
+        else:
+            power = x.abs().pow(p - 1) if p > 1 else x.abs().pow(p - 1).masked_fill(x == 0, 0)
+            found = x.sgn() * power * (g / norm.pow(p - 1)).masked_fill(zero, 0)
+        return found, None, None, None, None

@@ -1,0 +1,60 @@
+"""``tril`` and ``triu``: the diagonal is that of the global matrix, wherever a rank's piece lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.call import Call
+from hyper_parallel.layout import Layout
+from hyper_parallel.strategy import S, Strategy, StrategyOp
+
+from hyper_parallel_ops_basic.joining import pending_rows
+
+
+class Triangle(StrategyOp):
+    """``tril`` and ``triu``: the diagonal is that of the global matrix."""
+
+    signature = "input, diagonal=0"
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        for d in range(len(call.inputs[0].shape)):
+            yield Strategy([S(d)], S(d))
+        yield from pending_rows(call)
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        layout, shape = targets[0], tuple(call.inputs[0].shape)
+        ndim = len(shape)
+        if not layout.shard_order[ndim - 2] and not layout.shard_order[ndim - 1]:
+            return None
+        rows = global_positions(layout, shape, ndim - 2)
+        columns = global_positions(layout, shape, ndim - 1)
+        diagonal = int(call.arg("diagonal", 0))
+        lower = call.name.startswith("tril")
+        offset = _offset(rows, columns)
+        if offset is not None:
+            func = call.func
+            return lambda x, *args, **kwargs: func(x, diagonal + offset)
+        above = columns[None, :] - rows[:, None]
+        cut = above > diagonal if lower else above < diagonal
+        fill = torch.Tensor.masked_fill_ if call.inplace else torch.Tensor.masked_fill
+        return lambda x, *args, **kwargs: fill(x, cut.to(x.device), 0)
+
+
+def _offset(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
+    """Rows minus columns of the first element, when both are contiguous; an empty piece has no diagonal."""
+    if not len(rows) or not len(columns):
+        return 0
+    for positions in (rows, columns):
+        if int(positions[-1] - positions[0]) != len(positions) - 1:
+            return None
+    return int(rows[0] - columns[0])
+
+
+def global_positions(layout: Layout, shape: tuple[int, ...], dim: int) -> torch.Tensor:
+    """Global index of each local index along ``dim``, on this rank."""
+    held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
+    return torch.cat([torch.arange(a, b) for a, b in held]) if held else torch.arange(0)
