@@ -35,7 +35,7 @@ def test_from_local_of_uneven_shards_needs_the_global_shape():
     assert x.local_shape == ((2, 3), (2, 3), (1, 3), (0, 3))[rank()]
     assert torch.equal(x.full_tensor(), value)
     with pytest.raises(ValueError, match="does not fit global shape"):
-        DTensor.from_local(piece, mesh_of((4,)), [Shard(0)], shape=(6 + 3 * rank(), 3))
+        DTensor.from_local(piece, mesh_of((4,)), [Shard(0)], shape=(12, 3))
 
 
 @pytest.mark.ranks(4)
@@ -145,8 +145,9 @@ def test_from_local_gives_each_rank_the_gradient_of_its_piece():
     assert torch.equal(gradient_through_from_local(Partial(), None), full)
     assert torch.equal(gradient_through_from_local(Replicate(), None), full)
     assert torch.equal(gradient_through_from_local(Replicate(), [Replicate()]), full)
-    # As terms of a sum: all of it on one rank.
+    # As terms of a sum, all of it on one rank.
     assert torch.equal(gradient_through_from_local(Replicate(), [Partial()]), full if rank() == 0 else 0 * full)
+    assert torch.equal(gradient_through_from_local(Partial(), [Partial()]), full if rank() == 0 else 0 * full)
 
 
 @pytest.mark.ranks(4)

@@ -304,3 +304,20 @@ def test_writing_into_a_view_changes_the_tensor():
     plain.view(2, 2, 6)[:, 0].mul_(0)
     plain.t().add_(1)
     torch.testing.assert_close(d.full_tensor(), plain)
+
+
+@pytest.mark.ranks(4)
+def test_a_tensor_on_the_whole_mesh_joins_an_operator_on_a_sub_mesh():
+    mesh = mesh2x2()
+    x, w = leaf(4, 6), leaf(8, 6, seed=1)
+    # Each dp group has its own copy of the work: the gradient of w is the sum over the groups.
+    (2 * F.linear(x, w).tanh().sum()).backward()
+    dx = distribute_tensor(x, mesh["tp"], [R], src_data_rank=None)
+    dw = spread(w, R, S(0))
+    out = F.linear(dx, dw)
+    assert out.device_mesh == mesh["tp"] and out.placements == (S(1),)
+    out.tanh().sum().backward()
+    torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
+    torch.testing.assert_close(2 * dx.grad.full_tensor(), x.grad)
+    with pytest.raises(ValueError, match="different meshes"):
+        F.linear(dx, spread(w, S(0), R))

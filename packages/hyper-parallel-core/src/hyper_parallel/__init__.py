@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from hyper_parallel.registry import register_distributed_op as register_distributed_op
     from hyper_parallel.strategy import Strategy as Strategy
     from hyper_parallel.strategy import StrategyOp as StrategyOp
+    from hyper_parallel.visualization import visualize as visualize
 
     __version__: str
 else:
@@ -101,5 +102,6 @@ __all__ = [
     "reduce_scatter",
     "register_distributed_op",
     "shard_module",
+    "visualize",
     "zeros",
 ]

@@ -20,6 +20,7 @@ _CORE = {
     "hyper_parallel.collectives": ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
     "hyper_parallel.random": ("manual_seed",),
     "hyper_parallel.comm_trace": ("CommTrace",),
+    "hyper_parallel.visualization": ("visualize",),
     "hyper_parallel.errors": (
         "MissingOpError",
         "MissingPluginError",

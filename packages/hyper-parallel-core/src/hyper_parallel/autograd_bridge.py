@@ -2,7 +2,7 @@
 
 The graph lives on local tensors. C++ code that works on the wrappers themselves (``autograd.Function.apply``, module
 backward hooks, reentrant checkpoint) gives an output *wrapper* a C++ node; the first time such an output is used, that
-node is joined to the local graph, so that no gradient is lost.
+node is joined to the local graph (:mod:`hyper_parallel.wrapper_graph`), so that no gradient is lost.
 """
 
 from __future__ import annotations
@@ -11,30 +11,45 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge
+
+from hyper_parallel.wrapper_graph import joined
 
 if TYPE_CHECKING:
     from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.spec import Spec
     from hyper_parallel.transition import Pending
 
 _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_get_output_nr = torch.Tensor.output_nr.__get__  # type: ignore[attr-defined]
 _set_requires_grad = torch.Tensor.requires_grad_
-_view_as = torch.Tensor.view_as
 
 
-class _MadeWithoutGrad:
-    """Marks a DTensor made with gradients off: only such a one can have got a C++ node afterwards."""
+class _Mark:
+    """Marks a DTensor whose wrapper may have a C++ node: it was made with gradients off, as all outputs of an
+    ``autograd.Function`` are. ``writes`` counts the in-place writes with gradients that were done before."""
+
+    __slots__ = ("writes",)
+
+    def __init__(self, writes: int) -> None:
+        self.writes = writes
 
 
-MADE_WITHOUT_GRAD = _MadeWithoutGrad()
+class Marks:
+    """``now`` is the mark of a DTensor made with gradients off."""
+
+    now = _Mark(0)
+
+
+_JOINED = _Mark(-1)  # has a C++ node, which is joined to the local graph
 
 
 class InFlight:
     """Marks a DTensor whose collective is still running."""
 
-    def __init__(self, pending: Pending) -> None:
-        self.pending = pending
+    def __init__(self, pending: Pending, mark: _Mark | None) -> None:
+        self.pending, self.mark = pending, mark
 
 
 def wrapper_grad_fn(tensor: DTensor) -> Any:
@@ -49,6 +64,11 @@ def wrapper_requires_grad(tensor: DTensor) -> bool:
         return bool(_requires_grad(tensor))
 
 
+def _output_nr(tensor: DTensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(_get_output_nr(tensor))
+
+
 def set_wrapper_requires_grad(tensor: DTensor, flag: bool) -> None:
     """Bring the wrapper's C++ flag up to the local tensor's."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -56,79 +76,58 @@ def set_wrapper_requires_grad(tensor: DTensor, flag: bool) -> None:
             _set_requires_grad(tensor, flag)
 
 
+def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device) -> None:
+    """Give a DTensor a wrapper with this metadata and no C++ node; the Python object stays.
+
+    Raises:
+        RuntimeError: when the C++ graph of an ``autograd.Function`` holds the old wrapper.
+    """
+    fresh = torch.Tensor._make_wrapper_subclass(
+        type(tensor), spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=tensor.requires_grad
+    )
+    try:
+        # Not torch.utils.swap_tensors: it swaps the attributes too, and refuses tensors with weak references.
+        torch._C._swap_tensor_impl(tensor, fresh)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a DTensor cannot be changed while the graph of an autograd.Function that it went into is alive; clone() it "
+            "first, or drop the function's result"
+        ) from error
+
+
 def settle(tensor: DTensor) -> None:
     """Do what has to happen before the local tensor is used."""
-    pending = tensor._pending
-    if isinstance(pending, InFlight):
+    mark = tensor._pending
+    if mark is _JOINED:
+        return
+    if isinstance(mark, InFlight):
+        mark.pending.wait()
+        if tensor._origin is not None:  # completing the result counted as a write to it
+            tensor._origin = (*tensor._origin[:2], tensor._local._version)
+        mark = tensor._pending = mark.mark
+    if mark is not None and torch.is_grad_enabled() and not tensor._local.requires_grad:
+        node = wrapper_grad_fn(tensor)
+        if node is not None:
+            tensor._local = joined(
+                tensor._local, tensor._spec, node, _output_nr(tensor), lambda leaf: leaf._written_at > mark.writes
+            )
+            tensor._pending = _JOINED
+
+
+def before_write(tensor: DTensor) -> None:
+    """Keep the C++ graph between wrappers right when a local tensor is written in place."""
+    if not torch.is_grad_enabled():
+        if tensor._pending is None and not tensor._local.requires_grad:
+            tensor._pending = Marks.now  # an autograd.Function may mark it dirty
+        return
+    if tensor._pending is not None and wrapper_grad_fn(tensor) is not None:
+        # A later autograd.Function must not find the node from before the write.
+        settle(tensor)
+        renew_wrapper(tensor, tensor._spec, tensor._local.device)
         tensor._pending = None
-        pending.pending.wait()
-    elif torch.is_grad_enabled():
-        if not tensor._local.requires_grad and wrapper_grad_fn(tensor) is not None:
-            _join(tensor)
-            tensor._pending = None
-
-
-def _leaves(node: Any) -> list[DTensor]:
-    """The wrappers at which the C++ graph above ``node`` ends."""
-    found: dict[int, DTensor] = {}
-    seen, stack = set(), [node]
-    while stack:
-        current = stack.pop()
-        if current is None or current in seen:
-            continue
-        seen.add(current)
-        variable = getattr(current, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found.setdefault(id(variable), variable)  # type: ignore[arg-type]
-        stack.extend(parent for parent, _ in current.next_functions)
-    return list(found.values())
-
-
-def _join(tensor: DTensor) -> None:
-    from hyper_parallel.dtensor import DTensor, wrap
-
-    with torch.no_grad():
-        output = wrap(tensor._local, tensor._spec)  # for the shape of messages; the C++ node stays on `tensor`
-    node = wrapper_grad_fn(tensor)
-    leaves = _leaves(node)
-    locals_ = [leaf._resolve() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
-    tensor._local = _Join.apply(_Joined(_alias(tensor), output._spec, leaves), tensor._local.detach(), *locals_)
-
-
-def _alias(tensor: DTensor) -> Any:
-    """Another wrapper on the same C++ graph: the node may not keep the wrapper that will hold it (a cycle)."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-        return _view_as(tensor, tensor)
-
-
-class _Joined:
-    def __init__(self, root: Any, spec: Any, leaves: list[Any]) -> None:
-        self.root, self.spec, self.leaves = root, spec, leaves
-
-
-class _Join(torch.autograd.Function):
-    """A wrapper's C++ graph as one node of the local graph."""
-
-    @staticmethod
-    def forward(ctx: Any, joined: _Joined, local: torch.Tensor, *leaf_locals: torch.Tensor) -> torch.Tensor:
-        ctx.joined = joined
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        from hyper_parallel.dtensor import DTensor, convert, gradient_spec, wrap
-
-        joined = ctx.joined
-        seed = wrap(grad, gradient_spec(joined.spec, grad))
-        grads = _engine_run_backward(
-            (joined.root,), (seed,), True, torch.is_grad_enabled(), tuple(joined.leaves), allow_unreachable=True, accumulate_grad=False
-        )
-        back = []
-        for leaf, result in zip(joined.leaves, grads, strict=True):
-            if isinstance(leaf, DTensor) and result is not None:
-                result = convert(result, gradient_spec(leaf._spec, result._resolve()))._resolve()
-            back.append(result)
-        return None, None, *back
+    if wrapper_requires_grad(tensor):
+        Marks.now = _Mark(Marks.now.writes + 1)
+        tensor._written_at = Marks.now.writes
 
 
 # -- backward() and grad() over DTensors --------------------------------------------------------------------------
@@ -166,7 +165,9 @@ def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+    if isinstance(value, (torch.Tensor, GradientEdge)):
+        return (value,)
+    return tuple(value.values() if isinstance(value, dict) else value)
 
 
 def backward(
@@ -178,12 +179,14 @@ def backward(
     **unknown: Any,
 ) -> None:
     """``torch.autograd.backward`` for DTensors."""
+    from hyper_parallel.dtensor import DTensor
+
     if unknown:
         raise TypeError(f"backward of DTensors does not take {sorted(unknown)}")
     roots, seeds = _roots(_as_tuple(tensors), None if grad_tensors is None else _as_tuple(grad_tensors))
     wanted = None
     if inputs is not None:
-        wanted = [t._local if hasattr(t, "_local") else t for t in _as_tuple(inputs)]
+        wanted = [t._resolve() if isinstance(t, DTensor) else t for t in _as_tuple(inputs)]
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=wanted)
 
 
@@ -218,20 +221,27 @@ def grad(
 # -- the guard ----------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
+_ALIASES = (_aten.alias.default, _aten.detach.default)
 
 
 def guard(func: Any, args: Any, kwargs: Any) -> Any:
-    """C++ code met a wrapper. Autograd's own bookkeeping is done on the local tensor; anything else raises."""
+    """C++ code met a wrapper. What autograd itself does to tensors and gradients is done here; anything else raises."""
+    from hyper_parallel.context import redistribute_policy
     from hyper_parallel.dispatcher import dispatch
     from hyper_parallel.dtensor import wrap
 
-    if func in (_aten.alias.default, _aten.detach.default, _aten.view.default):
-        tensor = args[0]
-        if func is not _aten.view.default or tuple(args[1]) == tuple(tensor.shape):
-            with torch.no_grad():
-                return wrap(tensor._local.detach(), tensor._spec)
-    if func is _aten.add.Tensor and not kwargs:  # gradients of one wrapper, added by the engine
-        return dispatch(torch.add, args, {})
+    tensor = args[0]
+    if func in _ALIASES or (func is _aten.view.default and tuple(args[1]) == tuple(tensor.shape)):
+        with torch.no_grad():
+            return wrap(tensor._local.detach(), tensor._spec)
+    if func is _aten.zeros_like.default:  # for an output that got no gradient
+        with torch.no_grad():
+            return wrap(torch.zeros_like(tensor._local), tensor._spec)
+    if func is _aten._to_copy.default and set(kwargs) == {"dtype"}:  # a gradient in another dtype than its tensor
+        return dispatch(torch.Tensor.to, (tensor, kwargs["dtype"]), {})
+    if func is _aten.add.Tensor and not kwargs:  # gradients of one wrapper
+        with redistribute_policy("auto"):
+            return dispatch(torch.add, args, {})
     raise RuntimeError(
         f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. Call the operator through "
         "torch (torch.*, Tensor methods, torch.ops.*), or pass to_local() if the code is meant for this rank's piece"

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from hyper_parallel import autograd_bridge
+from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.call import Call, Ref, Solution, refuse
 from hyper_parallel.context import state
 from hyper_parallel.errors import MissingOpError
 from hyper_parallel.layout import Layout
+from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.op import DistributedOp, FunctionOp
 from hyper_parallel.placements import Replicate, is_partial, is_replicate, is_shard
 from hyper_parallel.redistribute import varying_axes
@@ -56,17 +58,19 @@ class _Plan:
         spec: of the single tensor output; None when ``specs`` or ``inplace`` says otherwise.
         specs: of several outputs, None for those that are no tensors.
         changes: (input index, layout, varying axes) to apply before asking again; None when the inputs fit.
+        mesh: the mesh on which the inputs meet, when they are on several.
         solution: what the rule decided, which holds after the changes.
         inplace: the first argument is the result.
     """
 
-    __slots__ = ("call", "changes", "inplace", "is_view", "solution", "spec", "specs", "unfinished")
+    __slots__ = ("call", "changes", "inplace", "is_view", "mesh", "solution", "spec", "specs", "unfinished")
 
     def __init__(self) -> None:
         self.call: Any = None
         self.spec: Spec | None = None
         self.specs: tuple[Spec | None, ...] = ()
         self.changes: list[tuple[int, Layout, frozenset[int]]] | None = None
+        self.mesh: MeshInfo | None = None
         self.solution: Solution | None = None
         self.unfinished: list[Any] | None = None
         self.inplace = False
@@ -125,6 +129,9 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
             rule.cache[lookup] = plan
         if plan.changes is None:
             break
+        if plan.mesh is not None:
+            args, kwargs = _on_mesh(args, kwargs or {}, plan.mesh)
+            continue
         args, kwargs = _changed(args, kwargs or {}, plan, rule.inplace)
         solution = plan.solution  # what was decided holds for the changed inputs
         copied = copied or plan.is_view
@@ -149,7 +156,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     result._local = out
     result._spec = spec
     if not grad:
-        result._pending = autograd_bridge.MADE_WITHOUT_GRAD
+        result._pending = Marks.now
     if plan.is_view:
         _note_base(result, args[0], rule.name if copied else None)
     return result
@@ -270,6 +277,11 @@ LISTENERS.append(forget_rules)
 
 def _make_plan(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> _Plan:
     call = make_call(rule.op, rule, tuple(args), kwargs)
+    mesh = common_mesh(call) if rule.op.one_mesh else None
+    if mesh is not None:
+        plan = _Plan()
+        plan.changes, plan.mesh = [], mesh
+        return plan
     if solution is None:
         solution = rule.op.infer((call,))[1]
     return _plan_of(rule, call, solution)
@@ -406,11 +418,7 @@ def _meta(value: Any) -> Any:
 
 
 def make_call(op: DistributedOp, rule: _Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call as rules see it.
-
-    Raises:
-        ValueError: when the inputs are on different meshes.
-    """
+    """The call as rules see it."""
     inputs: list[Spec] = []
     needs_grad: list[bool] = []
     grad = _grad_enabled()
@@ -438,13 +446,6 @@ def make_call(op: DistributedOp, rule: _Rule | None, args: tuple[Any, ...], kwar
         getattr(op, "_parsed", None),
         bool(rule and rule.inplace),
     )
-    for index, spec in enumerate(inputs):
-        if spec.layout.info is not call.info:
-            raise refuse(
-                call,
-                f"input 0 is on the mesh {call.info!r}, input {index} on {spec.layout.info!r}",
-                "bring all inputs to one mesh: build them with distribute_tensor on the same mesh",
-            )
     return call
 
 
@@ -467,6 +468,54 @@ def _local(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return type(value)(_local(v) for v in value)
     return value
+
+
+# -- inputs on several meshes -------------------------------------------------------------------------------------
+
+
+def common_mesh(call: Call) -> MeshInfo | None:
+    """The sub-mesh on which inputs from different meshes meet; None when all are on one mesh.
+
+    Raises:
+        RedistributionError: when one is not part of the other, or an input is sharded or pending over the extra axes.
+    """
+    infos = {spec.layout.info for spec in call.inputs}
+    if len(infos) == 1:
+        return None
+    smallest = min(infos, key=lambda info: info.ndim)
+    for index, spec in enumerate(call.inputs):
+        layout = spec.layout
+        extra = layout.info.axes_beyond(smallest)
+        if extra is None or not all(is_replicate(layout.placements[a]) for a in extra):
+            raise refuse(
+                call,
+                f"the inputs are on different meshes: {smallest!r}, and input {index} on {layout.info!r}",
+                "build them on one mesh; a tensor on a larger mesh can join an operator on a sub-mesh of it (mesh['tp']) when it "
+                "is Replicate over the other axes",
+            )
+    return smallest
+
+
+def _on_mesh(args: Sequence[Any], kwargs: dict[str, Any], info: MeshInfo) -> tuple[Any, Any]:
+    def change(tensor: torch.Tensor) -> Any:
+        return to_sub_mesh(tensor, info) if isinstance(tensor, DTensor) else tensor
+
+    return tuple(_map_tensors(a, change) for a in args), {k: _map_tensors(v, change) for k, v in kwargs.items()}
+
+
+def to_sub_mesh(tensor: DTensor, info: MeshInfo) -> DTensor:
+    """A tensor that is Replicate over a mesh's extra axes, on the sub-mesh: every sub-mesh gets its copy, and the gradients
+    of the copies are summed."""
+    layout = tensor.layout
+    extra = layout.info.axes_beyond(info)
+    if not extra:
+        return tensor
+    copies = remembered(tensor, layout, tensor._spec.varying | frozenset(extra))
+    axes = [layout.info.names.index(name) for name in info.names]
+    order = {d: [axes.index(a) for a in by] for d, by in enumerate(layout.shard_order) if by}
+    inner = Layout.from_placements(info.mesh, [layout.placements[a] for a in axes], ndim=layout.ndim, shard_order=order)
+    varying = frozenset(axes.index(a) for a in tensor._spec.varying if a in axes)
+    return wrap(copies._resolve(), tensor._spec.replace(layout=inner, varying=varying))
 
 
 # -- inputs that have to change -----------------------------------------------------------------------------------
@@ -573,9 +622,11 @@ def _run_inplace(plan: _Plan, args: Sequence[Any], local_args: list[Any], local_
     """Write the target's local tensor; the target keeps its identity and placements, and may turn varying."""
     target = args[0]
     if isinstance(target, (list, tuple)):  # foreach and fused operators
+        for tensor in target:
+            before_write(tensor)
         plan.call(*local_args, **local_kwargs)
         return None
-    check_writable(target)
+    before_write(target)
     before = local_args[0].requires_grad
     out = plan.call(*local_args, **local_kwargs)
     if plan.unfinished is not None:
@@ -601,13 +652,19 @@ def _root(tensor: DTensor) -> DTensor:
     return tensor if tensor._base_dtensor is None else tensor._base_dtensor
 
 
-def check_writable(target: DTensor) -> None:
-    """Raise when a write to ``target`` would not reach the tensor that it was taken from.
+def before_write(target: DTensor) -> None:
+    """What comes before every in-place write to a DTensor.
 
     Raises:
-        RuntimeError: the target is a redistributed copy where PyTorch would have a view.
+        RuntimeError: the target is a redistributed copy where PyTorch would have a view, so the write would be lost.
     """
-    name = _root(target)._copied_by
+    root = _root(target)
+    if root._tracked is not None:  # a write through .data, which the version counter does not see
+        root._tracked._memo = None
+    autograd_bridge.before_write(target)
+    if root is not target:
+        autograd_bridge.before_write(root)
+    name = root._copied_by
     if name is not None:
         raise RuntimeError(
             f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write would be "
@@ -655,6 +712,9 @@ def vary_in_place(target: DTensor, varying: frozenset[int]) -> DTensor:
 def _three_phases(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     op = rule.op
     call = make_call(op, rule, tuple(args), kwargs)
+    mesh = common_mesh(call) if op.one_mesh else None
+    if mesh is not None:
+        return dispatch(rule.func, *_on_mesh(args, kwargs, mesh))
     solution = Solution([spec.layout for spec in call.inputs], [])
     if not op.allow_partial_inputs and state.mode.policy != "strict":
         solution.targets = [
@@ -754,7 +814,7 @@ def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 _METADATA_NAMES = (
     "is_floating_point is_complex is_contiguous is_signed is_pinned is_shared is_inference is_conj is_neg is_coalesced "
-    "element_size storage_offset get_device nelement ndimension dense_dim sparse_dim is_set_to is_same_size "
+    "element_size storage_offset get_device numel nelement ndimension dense_dim sparse_dim is_set_to is_same_size "
     "has_names _is_view is_distributed"
 ).split()
 _METADATA_PROPERTIES = (

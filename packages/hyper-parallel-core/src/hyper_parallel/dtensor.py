@@ -8,16 +8,18 @@ that meets it raises instead of computing on a piece as if it were the whole.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hyper_parallel import autograd_bridge
+from hyper_parallel import autograd_bridge, comm
+from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.redistribute import (
     _How,
     describe,
@@ -26,7 +28,7 @@ from hyper_parallel.redistribute import (
     transition,
     varying_axes,
 )
-from hyper_parallel.spec import Spec, dual, make_spec, stride_like
+from hyper_parallel.spec import NOT_VARYING, Spec, dual, make_spec, stride_like
 
 __all__ = ["DTensor", "wrap"]
 
@@ -52,6 +54,10 @@ class DTensor(torch.Tensor):
     _base_dtensor: Any = None
     # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not written to.
     _copied_by: str | None = None
+    # The DTensor whose ``.data`` this is.
+    _tracked: Any = None
+    # Number of this tensor's last in-place write with gradients (see autograd_bridge.Marks).
+    _written_at: int = -1
     _grad_wrapper: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -85,34 +91,32 @@ class DTensor(torch.Tensor):
 
         Raises:
             TypeError: ``local_tensor`` is a DTensor already or no tensor.
-            ValueError: the local shape does not fit the layout and global shape.
+            ValueError: the local shape does not fit the layout and global shape; with ``run_check`` on every rank.
         """
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
         layout = as_layout(device_mesh, placements, local_tensor.ndim)
-        if shape is None:
-            if stride is not None:
-                raise ValueError("from_local: stride needs shape too")
-            shape = list(local_tensor.shape)
-            for axis, placement in enumerate(layout.placements):
-                if isinstance(placement, Shard):
-                    shape[placement.dim] *= layout.mesh_shape[axis]
-        expected = local_shape(layout, tuple(shape), layout.info.my_coordinate())
-        if tuple(local_tensor.shape) != expected:
+        shape = _global_shape(local_tensor, layout, shape, stride)
+        here = layout.info.my_coordinate()
+        expected = local_shape(layout, shape, here)
+        fits = tuple(local_tensor.shape) == expected
+        if run_check:
+            _check_shapes_agree(fits, layout, shape)
+        if not fits:
             raise ValueError(
-                f"from_local: local shape {tuple(local_tensor.shape)} does not fit global shape {tuple(shape)} with "
-                f"{describe(layout)}: rank at {layout.info.my_coordinate()} holds {expected}. "
+                f"from_local: local shape {tuple(local_tensor.shape)} does not fit global shape {shape} with "
+                f"{describe(layout)}: rank at {here} holds {expected}. "
                 "Pass shape= with the global shape when the shards are uneven"
             )
+        if run_check and not local_tensor.is_meta:
+            _check_replicas_agree(local_tensor, layout, shape)
         full_stride = tuple(stride) if stride is not None else stride_like(local_tensor, shape)
-        if run_check:
-            _check_ranks_agree(local_tensor, layout, tuple(shape))
+        gradient = gradient_layout(layout, NOT_VARYING, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and local_tensor.is_leaf:
             local_tensor = local_tensor.view_as(local_tensor)  # so that the DTensor is no leaf itself
-        varying = frozenset() if grad_placements is None else varying_axes(layout, grad_placements)
+        varying = NOT_VARYING if grad_placements is None else varying_axes(layout, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and grad_placements is not None:
-            gradient = gradient_layout(layout, varying, grad_placements)
-            local_tensor = _GradientLayout.apply(local_tensor, dual(layout, varying), gradient, tuple(shape))
+            local_tensor = _GradientLayout.apply(local_tensor, dual(layout, varying), gradient, shape)
         return wrap(local_tensor, make_spec(layout, shape, full_stride, local_tensor.dtype, varying))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -134,10 +138,12 @@ class DTensor(torch.Tensor):
         """The whole tensor on every rank, as a plain tensor. All ranks of the mesh must call it.
 
         Args:
-            grad_placements: as in :meth:`to_local`, for the Replicate result.
+            grad_placements: as in :meth:`to_local`, for the Replicate result. By default every rank sends back the
+                same, whole gradient.
         """
-        whole = self.redistribute(self._spec.layout.replicated())
-        return whole.to_local(grad_placements=grad_placements)
+        if grad_placements is None:
+            grad_placements = [Replicate()] * len(self.placements)
+        return self.redistribute(self._spec.layout.replicated(), grad_placements=grad_placements).to_local()
 
     def redistribute(
         self,
@@ -172,7 +178,10 @@ class DTensor(torch.Tensor):
             layout = as_layout(spec.layout.mesh, placements, self.ndim)
         if layout.info is not spec.layout.info:
             raise ValueError(f"redistribute stays on one mesh: the tensor is on {spec.layout.info!r}, got {layout.info!r}")
-        varying = None if grad_placements is None else varying_axes(layout, grad_placements)
+        varying = None
+        if grad_placements is not None:
+            gradient_layout(layout, NOT_VARYING, grad_placements)  # raises when they do not fit
+            varying = varying_axes(layout, grad_placements)
         how = _How(forward_dtype, backward_dtype, want_pending=async_op)
         return convert(self, target_spec(spec, layout, varying), how)
 
@@ -255,6 +264,10 @@ class DTensor(torch.Tensor):
     def __iter__(self) -> Any:
         return iter(self.unbind(0))
 
+    def __format__(self, format_spec: str) -> str:
+        """``f"{loss:.3f}"`` formats the number of a 0-dim tensor, as ``item()`` gives it; ``f"{x}"`` is the ``repr``."""
+        return format(self.item(), format_spec) if format_spec and self.ndim == 0 else object.__format__(self, format_spec)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "Parameter DTensor" if getattr(self, "_is_param", False) else "DTensor"
         layout = self._spec.layout
@@ -311,12 +324,13 @@ class DTensor(torch.Tensor):
             self._local.grad = None
             return
         if not isinstance(value, DTensor) or value.shape != self.shape:
-            raise ValueError(
+            kind = ValueError if isinstance(value, DTensor) else TypeError
+            raise kind(
                 f"the gradient of a DTensor of shape {tuple(self.shape)} is a DTensor of that shape, got "
                 f"{type(value).__name__} of shape {tuple(value.shape)}"
             )
-        value = convert(value, target_spec(value._spec, dual(self._spec.layout, self._spec.varying)[0]))
-        self._local.grad = value.to_local()
+        value = convert(value, target_spec(value._spec, *dual(self._spec.layout, self._spec.varying)))
+        self._local.grad = value._resolve()
         self._grad_wrapper = value
 
     @grad.deleter
@@ -347,6 +361,11 @@ class DTensor(torch.Tensor):
         """Keep ``.grad`` of a non-leaf."""
         self._resolve().retain_grad()
 
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        """Whether a non-leaf keeps its ``.grad``."""
+        return self._resolve().retains_grad
+
     def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:  # type: ignore[override]
         """Call ``hook`` with the gradient as a DTensor (Partial on varying axes); it may return another."""
         spec = self._spec
@@ -354,32 +373,42 @@ class DTensor(torch.Tensor):
         def local_hook(grad: torch.Tensor) -> torch.Tensor | None:
             wanted = gradient_spec(spec, grad)
             result = hook(wrap(grad, wanted))
-            return None if result is None else convert(result, wanted).to_local()
+            if result is None:
+                return None
+            if not isinstance(result, DTensor):
+                raise TypeError(f"a hook of a DTensor returns a DTensor or None, got {type(result).__name__}")
+            return convert(result, target_spec(result._spec, wanted.layout, wanted.varying)).to_local()
 
         return self._resolve().register_hook(local_hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[DTensor], None]) -> Any:  # type: ignore[override]
         """Call ``hook`` with this parameter after its gradient was accumulated."""
-        return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+        this = weakref.ref(self)  # the local tensor holds the hook: a reference back would be a cycle
+
+        def local_hook(_: torch.Tensor) -> None:
+            parameter = this()
+            if parameter is not None:
+                hook(parameter)
+
+        return self._resolve().register_post_accumulate_grad_hook(local_hook)
 
     @property
     def data(self) -> DTensor:  # type: ignore[override]
         """The same data without history, untracked."""
-        return wrap(self._resolve().data, self._spec)
+        untracked = wrap(self._resolve().data, self._spec)
+        untracked._tracked = self
+        return untracked
 
     @data.setter
     def data(self, value: DTensor) -> None:
         if not isinstance(value, DTensor):
             raise TypeError(f".data of a DTensor is set to a DTensor, got {type(value).__name__}; see distribute_tensor")
-        if value.dtype == self.dtype and value.shape == self.shape and value.device.type == self.device.type:
-            self._local.data = value._resolve().data
-            self._spec = value._spec
-            return
-        # The wrapper's own metadata cannot change: take over a new wrapper.
-        fresh = wrap(value._resolve().detach().requires_grad_(self._local.requires_grad), value._spec)
-        if getattr(self, "_is_param", False):
-            fresh._is_param = True  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(self, fresh)
+        local, spec = self._resolve(), value._spec
+        local.data = value._resolve().data
+        self._memo = self._origin = None
+        if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
+            autograd_bridge.renew_wrapper(self, spec, local.device)
+        self._spec = spec
 
     def _resolve(self) -> torch.Tensor:
         """The local tensor, ready for use: waited for, and joined to the local autograd graph."""
@@ -456,7 +485,7 @@ def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
     result._local = local
     result._spec = spec
     if not torch.is_grad_enabled():
-        result._pending = autograd_bridge.MADE_WITHOUT_GRAD
+        result._pending = Marks.now
     return result
 
 
@@ -483,7 +512,7 @@ def gradient_spec(spec: Spec, grad: torch.Tensor) -> Spec:
 def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
     """The tensor in another spec of the same shape; itself when nothing changes."""
     old = tensor._spec
-    if spec is old and how is None:
+    if spec is old:
         return tensor
     how = how or _How()
     local = tensor._resolve()
@@ -497,7 +526,7 @@ def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
     moved = transition(local, src, dst, tuple(old.shape), how)
     result = wrap(moved, spec)
     if how.pending is not None:
-        result._pending = autograd_bridge.InFlight(how.pending)
+        result._pending = autograd_bridge.InFlight(how.pending, result._pending)
     if src[0] is not dst[0] and moved.requires_grad:
         result._origin = (local, src, moved._version)
     return result
@@ -521,26 +550,54 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
     return result
 
 
-def _check_ranks_agree(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
-    """Raise ValueError on every rank unless the ranks give one global shape and equal replicas."""
-    from hyper_parallel import comm
-    from hyper_parallel.spec import NOT_VARYING
+def _global_shape(
+    local: torch.Tensor, layout: Layout, shape: Sequence[int] | None, stride: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The global shape that ``from_local`` was given, or that follows when every rank holds as much."""
+    for name, given in (("shape", shape), ("stride", stride)):
+        if given is not None and len(given) != local.ndim:
+            raise ValueError(f"from_local: {name}={tuple(given)} for a local tensor of {local.ndim} dimensions")
+    if shape is not None:
+        return tuple(shape)
+    if stride is not None:
+        raise ValueError("from_local: stride needs shape too")
+    found = list(local.shape)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Shard):
+            found[placement.dim] *= layout.mesh_shape[axis]
+    for placement in layout.placements:
+        if isinstance(placement, PackedShard):
+            found[placement.dim] = sum(placement.sections)
+    return tuple(found)
 
+
+def _check_shapes_agree(fits: bool, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Raise ValueError on every rank when the ranks give different global shapes, or one of them holds a wrong piece."""
     info = layout.info
     everyone = info.group(tuple(range(info.ndim)))
-    extremes = torch.tensor([*shape, *(-s for s in shape)], device=info.default_device())
+    extremes = torch.tensor([int(not fits), *shape, *(-s for s in shape)], device=info.default_device())
     comm.all_reduce(extremes, everyone, "max")
-    low, high = [-int(v) for v in extremes[len(shape) :]], [int(v) for v in extremes[: len(shape)]]
+    wrong, *sizes = extremes.tolist()
+    high, low = sizes[: len(shape)], [-s for s in sizes[len(shape) :]]
     if low != high:
         raise ValueError(f"from_local: the ranks disagree on the global shape: between {low} and {high}; pass shape=")
-    first = local.detach()
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Replicate):
-            one = layout.with_placements({axis: Partial("sum")})
-            first = transition(first, (layout, NOT_VARYING), (one, NOT_VARYING), shape)
-            first = transition(first, (one, NOT_VARYING), (layout, NOT_VARYING), shape)
-    differs = torch.tensor(int(not torch.equal(first, local.detach())), device=info.default_device())
-    comm.all_reduce(differs, everyone, "max")
+    if wrong and fits:
+        raise ValueError(f"from_local: another rank's local shape does not fit global shape {shape} with {describe(layout)}")
+
+
+def _check_replicas_agree(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Raise ValueError on every rank when ranks hold different values where the layout says Replicate."""
+    info = layout.info
+    local = local.detach()
+    copies = {a: Partial() for a, p in enumerate(layout.placements) if isinstance(p, Replicate)}
+    # As numbers that add up without rounding, NaN included: the first copy and zeros elsewhere sum to the first copy.
+    bits = local.contiguous().view(torch.uint8) if local.ndim else local.reshape(1).view(torch.uint8)
+    flat = Layout.from_placements(layout.mesh, [Replicate()] * info.ndim, ndim=bits.ndim)
+    terms = (flat.with_placements(copies), NOT_VARYING)
+    size = tuple(bits.shape)
+    first = transition(transition(bits, (flat, NOT_VARYING), terms, size), terms, (flat, NOT_VARYING), size)
+    differs = torch.tensor(int(not torch.equal(first, bits)), device=info.default_device())
+    comm.all_reduce(differs, info.group(tuple(range(info.ndim))), "max")
     if int(differs):
         raise ValueError(f"from_local: the ranks hold different values where {describe(layout)} says Replicate")
 

@@ -98,6 +98,18 @@ class MeshInfo:
         ranks = dist.get_process_group_ranks(group)
         return AxisGroup(axes, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
 
+    def axes_beyond(self, other: MeshInfo) -> tuple[int, ...] | None:
+        """Axes of this mesh that ``other`` lacks, when ``other`` is a sub-mesh of it (same names, same ranks); else None."""
+        if other is self:
+            return ()
+        if not set(other.names) <= set(self.names) or self.coordinate is None:
+            return None
+        extra = tuple(a for a, name in enumerate(self.names) if name not in other.names)
+        here = self.mesh.mesh[tuple(self.coordinate[a] if a in extra else slice(None) for a in range(self.ndim))]
+        kept = [name for name in self.names if name in other.names]
+        here = here.permute([kept.index(name) for name in other.names])
+        return extra if torch.equal(here, other.mesh.mesh) else None
+
     def default_device(self) -> torch.device:
         """The device on which this rank keeps its local tensors."""
         if self.device_type == "cpu":

@@ -30,10 +30,12 @@ class DistributedOp:
             made once per cache entry instead of on every call.
         allow_partial_inputs: whether a pending reduction may enter the operator. Otherwise it is reduced first, or an
             error under the strict policy.
+        one_mesh: whether all inputs must be on one mesh; False for operators on lists of unrelated tensors.
     """
 
     cache_expand: bool = False
     allow_partial_inputs: bool = False
+    one_mesh: bool = True
 
     def __init__(self, op_name: str, **params: Any) -> None:
         if params:

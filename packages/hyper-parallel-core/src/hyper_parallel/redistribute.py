@@ -15,9 +15,9 @@ import torch
 from hyper_parallel import comm_trace
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement, is_partial, is_replicate, short
+from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
 from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
-from hyper_parallel.transition import Pending, plan_transition
+from hyper_parallel.transition import Cast, Pending, plan_transition
 
 Typed = tuple[Layout, frozenset[int]]
 
@@ -64,15 +64,14 @@ class _How:
         plan = plan_transition(src, dst, shape)
         if not plan.steps:
             return local.view_as(local)
-        if self.forward_dtype is not None and self.forward_dtype != local.dtype:
-            return plan.run(local.to(self.forward_dtype)).to(local.dtype)
-        if self.want_pending:
-            result = plan.start(local)
-            if isinstance(result, torch.Tensor):
-                return result
-            self.pending = result
-            return result.out
-        return plan.run(local)
+        sent = local if self.forward_dtype is None else local.to(self.forward_dtype)
+        if not self.want_pending:
+            return plan.run(sent).to(local.dtype)
+        result = plan.start(sent)
+        if isinstance(result, torch.Tensor):
+            return result.to(local.dtype)
+        self.pending = result if sent.dtype is local.dtype else Cast(result, local.dtype)
+        return self.pending.out
 
 
 _PLAIN = _How()
@@ -156,7 +155,7 @@ def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: An
     """The typed layout of a gradient that the user describes by ``grad_placements``, one per mesh axis.
 
     Raises:
-        ValueError: when their number is not the mesh's.
+        ValueError: when their number is not the mesh's, or one cannot describe a gradient of this layout.
     """
     natural, duals = dual(layout, varying)
     if grad_placements is None:
@@ -165,4 +164,11 @@ def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: An
     if len(given) != len(layout.placements):
         raise ValueError(f"{len(given)} grad_placements {given} for a mesh of {len(layout.placements)} axes")
     wanted = natural.with_placements(dict(enumerate(Layout.from_placements(layout.mesh, given, ndim=layout.ndim).placements)))
+    for name, held, grad in zip(layout.mesh_dim_names, layout.placements, wanted.placements, strict=True):
+        if grad != held if is_shard(held) else grad not in (Replicate(), Partial()):
+            allowed = repr(held) if is_shard(held) else "Replicate() or Partial()"
+            raise ValueError(
+                f"grad_placements on mesh axis {name!r}: the gradient of a local tensor with {held!r} has its shape and is "
+                f"{allowed}, not {grad!r}"
+            )
     return wanted, frozenset(a for a in duals if is_replicate(wanted.placements[a]))

@@ -38,9 +38,9 @@ class _Work:
         self.out, self._work, self._finish = out, work, finish
 
     def wait(self) -> None:
-        self._work.wait()
-        if self._finish is not None:
-            with torch.no_grad():
+        with torch.no_grad():  # gloo's wait copies into the result, which by now may have history
+            self._work.wait()
+            if self._finish is not None:
                 self._finish()
 
 
@@ -51,6 +51,18 @@ class _Later:
     def wait(self) -> None:
         with torch.no_grad():
             self._finish()
+
+
+class Cast:
+    """A pending result in another dtype than that on the wire."""
+
+    def __init__(self, inner: Pending, dtype: torch.dtype) -> None:
+        self._inner, self.out = inner, torch.empty_like(inner.out, dtype=dtype)
+
+    def wait(self) -> None:
+        self._inner.wait()
+        with torch.no_grad():
+            self.out.copy_(self._inner.out)
 
 
 class Step:

@@ -64,7 +64,7 @@ class Extreme(Reduction):
         return Replicate() if inside else Partial(self.op)
 
     def pending(self, call: Call) -> Iterable[Strategy]:
-        if not self.with_index(call) and not call.needs_grad[0]:
+        if not self._other(call) and not self.with_index(call) and not call.needs_grad[0]:
             yield Strategy([Partial(self.op)], Partial(self.op))
 
     def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:

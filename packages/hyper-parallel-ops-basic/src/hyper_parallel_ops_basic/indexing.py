@@ -8,19 +8,19 @@ to be brought to Replicate first.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Ref, Solution, normal_dim, refuse
-from hyper_parallel.families.ranges import fit_ranges, keep_range
+from hyper_parallel.call import Call, Solution, refuse
+from hyper_parallel.families.ranges import fit_ranges
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement, Replicate, Shard, on_dim
+from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
-from hyper_parallel_ops_basic.index_arguments import Index, Item
+from hyper_parallel_ops_basic.index_arguments import Index
 
 
 class GetItem(StrategyOp):
@@ -53,17 +53,32 @@ class GetItem(StrategyOp):
             call = copy.copy(call)
             call.inputs = [spec.replace(layout=layout), *call.inputs[1:]]
         solution = super().solve(call)
+        self._keep_ranges(call, index, solution)
         solution.is_view = index.is_basic
         if index.has_mask:
-            _solve_by_data(solution, call)
+            _solve_by_data(solution, call, index)
         return solution
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
-        index, shape, layout = self.index(call), tuple(call.inputs[0].shape), targets[0]
-        kept = {d: keep_range(layout, shape, d, r) for d, r in index.ranges().items() if layout.shard_order[d]}
-        outputs[0] = _result_layout(outputs[0], index, kept, layout)  # type: ignore[index]
-        changed = {d: k.local for d, k in kept.items() if k is not None and len(index.ranges()[d]) != shape[d]}
-        return self.on_piece(index, changed) if changed else None
+    def _keep_ranges(self, call: Call, index: Index, solution: Solution) -> None:
+        """Give the result the placements of the kept ranges, and the local call this rank's slices."""
+        shape, target, output = tuple(call.inputs[0].shape), solution.targets[0], solution.outputs[0]
+        assert output is not None
+        slices = {}
+        for dim, picked in index.ranges().items():
+            if not target.shard_order[dim]:
+                continue
+            # The engine may have put one more axis on the dim than the range can take.
+            target, (kept,) = fit_ranges(target, shape, dim, [picked])
+            given_up = {a: Replicate() for a in solution.targets[0].shard_order[dim] if a not in kept.placements}
+            at = index.result.index(dim)
+            output = output.with_placements(given_up)
+            placements = [on_dim(kept.placements[a], at) if a in kept.placements else p for a, p in enumerate(output.placements)]
+            output = output.with_order(tuple(placements), output.shard_order)
+            if len(picked) != shape[dim]:
+                slices[dim] = kept.local
+        solution.targets[0], solution.outputs[0] = target, output
+        if slices:
+            solution.local = self.on_piece(index, slices)
 
     def on_piece(self, index: Index, changed: dict[int, slice]) -> Callable[..., Any]:
         """The local call with other slices on some dims."""
@@ -126,48 +141,23 @@ def _gather_rows(index: Index, count: int) -> Iterable[Strategy]:
             yield Strategy(inputs, S((index.gathered or 0) + b))
 
 
-def _result_layout(output: Layout, index: Index, kept: dict[int, Any], layout: Layout) -> Layout:
-    """The engine's output layout with the placements that the kept ranges have."""
-    placements = list(output.placements)
-    for dim, found in kept.items():
-        if found is None:
-            raise ValueError(f"dimension {dim} of {layout} cannot be indexed where it lies; redistribute it to Replicate first")
-        for axis, placement in found.placements.items():
-            placements[axis] = on_dim(placement, index.result.index(dim))
-    return output.with_order(tuple(placements), output.shard_order)
-
-
-def _solve_by_data(solution: Solution, call: Call) -> None:
+def _solve_by_data(solution: Solution, call: Call, index: Index) -> None:
     """A mask: the result's shape is known only when it was computed, equally on all ranks."""
     layout, run = solution.outputs[0], solution.local or call.func
-    pending = call.inputs[0].varying
     assert layout is not None
+    sources, ranges = index.result, index.ranges()
 
     def get(x: torch.Tensor, given: Any) -> Any:
         from hyper_parallel.dtensor import wrap
 
         out = run(x, given)
-        return wrap(out, _spec_of_local(layout, out, shape_of(out), pending))
-
-    def shape_of(out: torch.Tensor) -> tuple[int, ...]:
-        order = layout.shard_order
-        sizes = list(out.shape)
-        for dim, axes in enumerate(order):
-            if axes:
-                source = Index(call.args[1], call.inputs[0].shape)
-                old = source.result[dim]
-                assert old is not None
-                sizes[dim] = len(source.ranges()[old])
-        return tuple(sizes)
+        order = (layout.shard_order + ((),) * out.ndim)[: out.ndim]
+        placed = layout.with_order(layout.placements, order)
+        shape = [len(ranges[sources[d]]) if axes else n for d, (n, axes) in enumerate(zip(out.shape, order, strict=True))]
+        varying = frozenset(a for a in call.inputs[0].varying if isinstance(placed.placements[a], Replicate))
+        return wrap(out, make_spec(placed, shape, contiguous_stride(shape), out.dtype, varying))
 
     solution.local, solution.meta, solution.outputs = get, _nothing, []
-
-
-def _spec_of_local(layout: Layout, out: torch.Tensor, shape: tuple[int, ...], varying: frozenset[int]) -> Any:
-    order = (layout.shard_order + ((),) * out.ndim)[: out.ndim]
-    layout = layout.with_order(layout.placements, order)
-    varying = frozenset(a for a in varying if isinstance(layout.placements[a], Replicate))
-    return make_spec(layout, shape, contiguous_stride(shape), out.dtype, varying)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

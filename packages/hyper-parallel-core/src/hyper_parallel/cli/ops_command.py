@@ -7,6 +7,7 @@ import difflib
 import sys
 
 from hyper_parallel.cli.reporting import print_json, print_table
+from hyper_parallel.cli.rule_descriptions import described_rules
 from hyper_parallel.errors import OpConflictError, PluginError
 from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.plugins import Command, default_manager
@@ -23,13 +24,20 @@ def _run(arguments: argparse.Namespace) -> int:
     entries = registry.entries(arguments.name)
     if arguments.name is not None and not entries:
         return _unknown(arguments.name, registry)
+    if arguments.name is None:
+        if arguments.json:
+            print_json(ops=[_as_json(entry, registry) for entry in entries])
+        else:
+            rows = [(entry.name, entry.provider, entry.class_path, entry.source) for entry in entries]
+            print_table(("OP", "PROVIDER", "IMPL", "SOURCE"), rows)
+        return 0
+    rules = described_rules(entries)
     if arguments.json:
-        print_json(ops=[_as_json(entry, registry) for entry in entries])
-    elif arguments.name is None:
-        rows = [(entry.name, entry.provider, entry.class_path, entry.source) for entry in entries]
-        print_table(("OP", "PROVIDER", "IMPL", "SOURCE"), rows)
+        about = zip(entries, rules, strict=True)
+        print_json(ops=[{**_as_json(entry, registry), "rule": rule.as_json()} for entry, rule in about])
     else:
-        print("\n\n".join(_described(entry, registry) for entry in entries))
+        texts = [f"{_described(e, registry)}\n{rule.as_text()}" for e, rule in zip(entries, rules, strict=True)]
+        print("\n\n".join(texts))
     return 0
 
 

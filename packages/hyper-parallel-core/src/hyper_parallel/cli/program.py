@@ -7,12 +7,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from hyper_parallel.cli import ops_command, plugins_command
+from hyper_parallel.cli import doctor_command, ops_command, plugins_command
 from hyper_parallel.cli.reporting import tolerant_manager
 from hyper_parallel.errors import PluginError
 from hyper_parallel.plugins import Command, PluginManager, use_manager
 
-CORE_COMMANDS = (plugins_command.COMMAND, ops_command.COMMAND)
+CORE_COMMANDS = (plugins_command.COMMAND, ops_command.COMMAND, doctor_command.COMMAND)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _commands(manager: PluginManager) -> list[Command]:
     commands = {command.name: command for command in CORE_COMMANDS}
-    for record, call in manager.implementations("hyper_parallel_cli_commands"):
+    try:
+        implementations = manager.implementations("hyper_parallel_cli_commands")
+    except PluginError:  # settings that make no sense: the command that needs a plugin meets this error again
+        implementations = []
+    for record, call in implementations:
         with manager.isolated(record):
             for command in call():
                 if command.name in commands:

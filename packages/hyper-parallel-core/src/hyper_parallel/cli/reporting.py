@@ -15,7 +15,17 @@ from hyper_parallel.plugins.environment import STRICT
 #: Version of the JSON forms. It grows when a key changes its meaning or goes away, not when one is added.
 JSON_SCHEMA = 1
 
-_COLOURS = {"ok": "32", "blocked": "33", "incompatible": "31", "broken": "31", "conflict": "31"}
+_GREEN, _YELLOW, _RED = "32", "33", "31"
+_COLOURS = {
+    "ok": _GREEN,
+    "blocked": _YELLOW,
+    "warn": _YELLOW,
+    "incompatible": _RED,
+    "broken": _RED,
+    "conflict": _RED,
+    "fail": _RED,
+    "missing": _RED,
+}
 
 
 def tolerant_manager() -> PluginManager:

@@ -74,6 +74,13 @@ class Reduction(StrategyOp):
         return math.prod(call.inputs[0].shape[d] for d in self.folded(call))
 
 
+def linear_rows(call: Call) -> Iterable[Strategy]:
+    """A pending sum (or average, of floats) passes through a linear function of one tensor."""
+    yield Strategy([Partial()], Partial())
+    if call.inputs[0].dtype.is_floating_point:
+        yield Strategy([Partial("avg")], Partial("avg"))
+
+
 class Sum(Reduction):
     """Reductions that leave a pending ``op``: ``sum``, ``nansum``, ``count_nonzero``, ``any`` (max), ``all`` (min).
 
@@ -90,9 +97,7 @@ class Sum(Reduction):
         return Partial(self.op)
 
     def pending(self, call: Call) -> Iterable[Strategy]:
-        if self.linear:
-            for p in (Partial(), Partial("avg")):
-                yield Strategy([p], p)
+        return linear_rows(call) if self.linear else ()
 
 
 class Mean(Reduction):
@@ -102,8 +107,7 @@ class Mean(Reduction):
         return Partial()
 
     def pending(self, call: Call) -> Iterable[Strategy]:
-        for p in (Partial(), Partial("avg")):
-            yield Strategy([p], p)
+        return linear_rows(call)
 
     def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
         if not self.over(call, targets):

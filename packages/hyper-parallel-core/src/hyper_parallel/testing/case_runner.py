@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,13 +16,13 @@ from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Partial, short
+from hyper_parallel.placements import short
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
 from hyper_parallel.testing.layouts import Case
 from hyper_parallel.testing.placing import make, piece_of
 from hyper_parallel.testing.strategy_rows import CallRecorder, not_taken
 
-Policy = Literal["partial", "auto"]
+Policy = Literal["partial", "auto", "strict"]
 
 # (rtol, atol) where PyTorch's own defaults suit one device only: sums are taken in another order here.
 _TOLERANCES = {torch.float64: (1e-9, 1e-10), torch.complex128: (1e-9, 1e-10), torch.float32: (1e-5, 1e-5)}
@@ -43,13 +43,11 @@ class OpUnderTest:
         """The operator on one device."""
         return (self.reference or self.func)(*args, **kwargs)
 
-    def close(self, got: torch.Tensor, want: torch.Tensor) -> bool:
-        """Whether two plain tensors of one shape are equal up to rounding."""
-        if not (want.is_floating_point() or want.is_complex()):
-            return torch.equal(got, want)
-        rtol, atol = _TOLERANCES.get(want.dtype, (2e-2, 1e-2))
-        rtol, atol = rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
-        return torch.allclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
+    def tolerances(self, dtypes: Iterable[torch.dtype]) -> tuple[float, float]:
+        """``rtol`` and ``atol`` for a result of inputs of these dtypes."""
+        known = [_TOLERANCES.get(d, (2e-2, 1e-2)) for d in dtypes if d.is_floating_point or d.is_complex]
+        rtol, atol = max(known, default=(0.0, 0.0))
+        return rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,20 @@ class CaseRunner:
         self.refused = False
         self.layouts = [p.layout(mesh, v.ndim) for p, v in zip(case.inputs, values, strict=True)]
         self.values, self.expected = self._expected(values)
+        results = [o for o in self.expected.outputs if isinstance(o, torch.Tensor)]
+        self.rtol, self.atol = op.tolerances(t.dtype for t in (*values, *results))
 
     def run(self) -> None:
-        """Under the default policy, and under ``auto`` as far as that can differ."""
+        """Under the default policy, and under ``auto`` as far as that can differ; a listed strategy under ``strict``.
+
+        Under ``strict`` nothing may be redistributed, also where that would be cheaper in the end.
+        """
+        if self.case.outputs is not None:
+            self._run_policy("strict")
+            return
         first = self._run_policy("partial")
         self.refused = first is None
-        if self.case.outputs is None:
-            self._run_policy("auto", like=first)
+        self._run_policy("auto", like=first)
 
     def call(self, func: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
         """The sample's call with these tensors, plain or distributed."""
@@ -161,8 +166,11 @@ class CaseRunner:
         outputs = self._compare_structure(result)
         if outputs is None:
             return []
+        fits = True
         for index, (got, want) in enumerate(zip(outputs, self.expected.outputs, strict=True)):
-            self.compare(f"output {index}", got, want, self.expected.seeds[index] is not None)
+            fits &= self.compare(f"output {index}", got, want, self.expected.seeds[index] is not None)
+        if not fits:
+            return []
         specs = [o._spec if isinstance(o, DTensor) else None for o in outputs]
         if specs != like:
             self._check_gradients(outputs, leaves)
@@ -184,49 +192,69 @@ class CaseRunner:
         self.note(f"the result has the structure {structure}, plain torch gives {self.expected.structure}")
         return None
 
-    def compare(self, label: str, got: Any, want: Any, needs_grad: bool = False) -> None:
-        """Note every difference between a result and that of one device."""
+    def compare(self, label: str, got: Any, want: Any, needs_grad: bool = False) -> bool:
+        """Note every difference between a result and that of one device.
+
+        Returns:
+            Whether the two are of one kind: DTensor, global shape, dtype, requires_grad. Ranks cannot differ on this.
+        """
         if not isinstance(want, torch.Tensor):
             if type(got) is not type(want) or got != want:
                 self.note(f"{label} is {got!r}, plain torch gives {want!r}")
-            return
+            return True
         if not isinstance(got, DTensor):
             self.note(f"{label} is a {type(got).__name__}, expected a DTensor")
-            return
-        spec, local = got._spec, got._resolve().detach()
+            return False
         facts = {
-            "global shape": (tuple(spec.shape), tuple(want.shape)),
+            "global shape": (tuple(got.shape), tuple(want.shape)),
             "dtype": (got.dtype, want.dtype),
-            "dtype of the local tensor": (local.dtype, spec.dtype),
-            "local shape": (tuple(local.shape), tuple(spec.local_shape)),
             "requires_grad": (got.requires_grad, needs_grad),
         }
+        if not self._same(label, facts):
+            return False
+        self._compare_values(label, got, want)
+        return True
+
+    def _same(self, label: str, facts: dict[str, tuple[Any, Any]]) -> bool:
         for name, (mine, right) in facts.items():
             if mine != right:
                 self.note(f"{label}: {name} is {mine}, expected {right}")
-        if all(mine == right for mine, right in list(facts.values())[:4]):
-            self._compare_values(label, got, want)
-        elif any(isinstance(p, Partial) for p in got.placements):
-            got.detach().full_tensor()  # the other ranks, which may have found nothing, wait for it
+        return all(mine == right for mine, right in facts.values())
 
     def _compare_values(self, label: str, got: DTensor, want: torch.Tensor) -> None:
-        layout = got.layout
+        layout, local = got.layout, got._resolve().detach()
         shown = f"{label} ({','.join(map(short, layout.placements))})"
-        if any(isinstance(p, Partial) for p in layout.placements):
+        facts = {
+            "shape of the local tensor": (tuple(local.shape), tuple(got._spec.local_shape)),
+            "dtype of the local tensor": (local.dtype, got.dtype),
+        }
+        fits = self._same(shown, facts)
+        if layout.is_partial():
+            if not fits:  # the other ranks, which may have found nothing, wait for this one
+                got = make(torch.zeros_like(want), self.mesh, layout)
             whole = got.detach().full_tensor()
-            if not self.op.close(whole, want):
-                self.note(f"{shown}: {difference(whole, want)}")
+            if fits:
+                self.note(self._difference(shown, whole, want))
             return
         # Comparing this rank's piece needs no communication, and finds replicas that differ.
         piece = piece_of(want, layout)
-        local = got._resolve().detach()
-        if not self.op.close(local, piece):
-            self.note(f"{shown}: in this rank's piece {difference(local, piece)}")
+        if fits:
+            self.note(self._difference(f"{shown}, this rank's piece", local, piece))
+
+    def _difference(self, label: str, got: torch.Tensor, want: torch.Tensor) -> str | None:
+        """Where two plain tensors of one shape differ by more than rounding; None when nowhere."""
+        exact = not (want.is_floating_point() or want.is_complex())
+        wrong = got != want if exact else ~torch.isclose(got, want, self.rtol, self.atol, equal_nan=True)
+        if not wrong.any():
+            return None
+        index = tuple(int(i) for i in wrong.nonzero()[0])
+        pair = f"{got[index].item()}, expected {want[index].item()}"
+        return f"{label}: {int(wrong.sum())} of {want.numel()} values differ, e.g. at {index}: {pair}"
 
     def _check_gradients(self, outputs: Sequence[Any], leaves: Sequence[DTensor]) -> None:
         roots = [(o, s) for o, s in zip(outputs, self.expected.seeds, strict=True) if s is not None]
-        if not roots or not all(isinstance(o, DTensor) and o.requires_grad for o, _ in roots):
-            return  # noted before, on every rank alike: requires_grad is part of the plan
+        if not roots:
+            return
         torch.autograd.backward([o for o, _ in roots], [s for _, s in roots])
         for index, (leaf, want) in enumerate(zip(leaves, self.expected.grads, strict=True)):
             if self.case.inputs[index].grad:
@@ -247,8 +275,9 @@ class CaseRunner:
         if cache_entries() != entries:
             self.note(f"the same call a second time made {cache_entries() - entries} new cache entries")
         for index, (a, b) in enumerate(zip(before, again, strict=True)):
-            if isinstance(a, DTensor) and not self.op.close(b._resolve().detach(), a._resolve().detach()):
-                self.note(f"output {index} differs between two identical calls")
+            if isinstance(a, DTensor):
+                label = f"output {index} of a second identical call"
+                self.note(self._difference(label, b._resolve().detach(), a._resolve().detach()))
 
     # -- what the author declared ---------------------------------------------------------------------------------
 
@@ -274,14 +303,6 @@ class CaseRunner:
 def cache_entries() -> int:
     """Number of plans that the dispatcher remembers."""
     return sum(len(rule.cache) for rule in dispatcher._rules.values() if isinstance(rule, dispatcher._Rule))
-
-
-def difference(got: torch.Tensor, want: torch.Tensor) -> str:
-    """Where two tensors of one shape differ, in a few words."""
-    wrong = ~torch.isclose(got, want, equal_nan=True)
-    index = tuple(int(i) for i in wrong.nonzero()[0]) if wrong.any() else ()
-    pair = f"{got[index].item()}, expected {want[index].item()}"
-    return f"{int(wrong.sum())} of {want.numel()} values differ, e.g. at {index}: {pair}"
 
 
 def _has_grad(output: Any) -> bool:

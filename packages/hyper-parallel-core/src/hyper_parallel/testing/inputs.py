@@ -130,8 +130,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _short(value: Any) -> str:
     if _is_tensor(value):
-        dtype = "" if value.dtype.is_floating_point else str(value.dtype).removeprefix("torch.")
-        return dtype + ("x".join(map(str, value.shape)) or "scalar")
+        dtype = "" if value.dtype is torch.float64 else f"_{str(value.dtype).removeprefix('torch.')}"
+        return ("x".join(map(str, value.shape)) or "scalar") + dtype
     if isinstance(value, (list, tuple)):
         return ",".join(filter(None, map(_short, value)))
     text = str(value).removeprefix("torch.")

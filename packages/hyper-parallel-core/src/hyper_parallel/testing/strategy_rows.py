@@ -46,7 +46,7 @@ class CallRecorder(TorchFunctionMode):
         used = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if len(used) != len(tensors) or any(a is not b for a, b in zip(used, tensors, strict=True)):
             return None
-        rule = dispatcher._find(func)
+        rule = dispatcher._rules.get(func)  # made by the call
         if not isinstance(rule, dispatcher._Rule) or not isinstance(rule.op, StrategyOp):
             return None
         return rule.op, dispatcher.make_call(rule.op, rule, args, kwargs)

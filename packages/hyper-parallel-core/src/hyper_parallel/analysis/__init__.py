@@ -1,0 +1,1 @@
+"""Looking at rules and programs without a cluster: what the command line's ``ops``, ``coverage`` and ``explain`` do."""

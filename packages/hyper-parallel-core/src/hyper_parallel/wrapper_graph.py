@@ -1,0 +1,186 @@
+"""The C++ autograd graph between wrappers, as a part of the graph of local tensors.
+
+``autograd.Function.apply`` on DTensors makes C++ nodes between *wrappers*, which the local graph knows nothing of (module
+backward hooks and reentrant checkpoint are such functions). When a wrapper that came out of such a node is first used,
+every node that it depends on gets a stand-in in the local graph, whose backward has the engine run that one node. A node
+has one stand-in however many tensors need it, so it runs, and its hooks are called, once per backward pass with the
+complete gradient, as on one device. Between stand-ins gradients travel as DTensors; at the leaves, the wrappers that
+went into the functions, they are converted to the type of the local tensor's gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from hyper_parallel.spec import contiguous_stride, make_spec
+
+_STAND_IN = "hyper_parallel"  # key in a node's metadata
+_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+class _StandIn:
+    """The outputs of a node's stand-in. Whoever's gradient passes the node holds this, and the node only a weak reference."""
+
+    __slots__ = ("__weakref__", "outputs")
+
+    def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        self.outputs = outputs
+
+
+def joined(local: torch.Tensor, spec: Any, node: Any, output: int, is_changed: Any) -> torch.Tensor:
+    """The local tensor of a DTensor that output number ``output`` of ``node`` made, connected to the local graph.
+
+    Args:
+        local: without history; the result shares its memory.
+        spec: of the DTensor.
+        is_changed: tells whether a DTensor was written to after it went into the function.
+    """
+    stand_in = _stand_in(node, is_changed)
+    source = stand_in.outputs[output]
+    return _Enter.apply(_Hidden(local.detach()), spec, stand_in, source) if source.requires_grad else local  # type: ignore[no-any-return]
+
+
+class _Hidden:
+    """Hides a tensor from ``apply``, which would make a view of an input that it returns."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Enter(torch.autograd.Function):
+    """From the gradient of a local tensor to that of the wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, local: _Hidden, spec: Any, stand_in: _StandIn, source: torch.Tensor) -> torch.Tensor:
+        ctx.spec, ctx.stand_in = spec, stand_in
+        return local.tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        from hyper_parallel.dtensor import gradient_spec, wrap
+
+        return None, None, None, wrap(grad, gradient_spec(ctx.spec, grad))
+
+
+class _Node(torch.autograd.Function):
+    """One node of the wrapper graph: DTensor gradients of its outputs to those of what it was made from."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Any, edges: list[Any], below: list[_StandIn], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.node, ctx.edges, ctx.below = node, edges, below
+        ctx.set_materialize_grads(False)
+        # Of the shapes that the gradients will have; nobody reads the values.
+        outputs = [torch.empty_strided(m.shape, [0] * len(m.shape), dtype=m.dtype, device=m.device) for m in node._input_metadata]
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        given = [(GradientEdge(ctx.node, i), g) for i, g in enumerate(grads) if g is not None]
+        if not given:
+            return None, None, None, *(None for _ in ctx.edges)
+        if ctx.node.name() == "CheckpointFunctionBackward":
+            found = _run_checkpoint(ctx.node, ctx.edges, grads)
+        else:
+            found = _engine_run_backward(
+                tuple(edge for edge, _ in given),
+                tuple(grad for _, grad in given),
+                torch._C._autograd._get_current_graph_task_keep_graph(),
+                torch.is_grad_enabled(),
+                tuple(GradientEdge(*edge) for edge in ctx.edges),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        return None, None, None, *(_to_leaf(edge, grad) for edge, grad in zip(ctx.edges, found, strict=True))
+
+
+def _run_checkpoint(node: Any, edges: list[Any], grads: tuple[Any, ...]) -> list[Any]:
+    """Reentrant checkpoint refuses to run when the engine was asked for the gradients of certain tensors, as a run of one
+    node is; so its backward is called without the engine."""
+    from hyper_parallel.dtensor import wrap
+
+    like = next(g for g in grads if g is not None)
+    whole = []
+    for grad, meta in zip(grads, node._input_metadata, strict=True):
+        if grad is None:
+            spec = make_spec(like.layout.replicated(len(meta.shape)), meta.shape, contiguous_stride(meta.shape), meta.dtype)
+            grad = wrap(torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device), spec)
+        whole.append(grad)
+    results = [g for g, needed in zip(node.apply(*whole), node.needs_input_grad, strict=True) if needed]
+    found = dict.fromkeys(edges)
+    for edge, grad in zip((e for e in node.next_functions if e[0] is not None), results, strict=True):
+        found[edge] = grad if found[edge] is None else found[edge] + grad
+    return list(found.values())
+
+
+def _to_leaf(edge: Any, grad: Any) -> Any:
+    """The gradient as the source of an edge takes it: a leaf's local gradient, else the DTensor as it is."""
+    from hyper_parallel.dtensor import DTensor, convert, gradient_spec
+
+    node, _ = edge
+    if grad is None or not isinstance(node, _AccumulateGrad):
+        return grad
+    leaf = node.variable
+    if isinstance(leaf, DTensor) is not isinstance(grad, DTensor):
+        raise TypeError(
+            f"the backward of an autograd.Function returned a {type(grad).__name__} as the gradient of a {type(leaf).__name__}; "
+            "compute it from the DTensors that backward gets, or make it one with distribute_tensor or DTensor.from_local"
+        )
+    if not isinstance(leaf, DTensor):
+        return grad
+    local = grad._resolve()
+    return convert(grad, gradient_spec(leaf._spec, local))._resolve()
+
+
+def _known(node: Any) -> _StandIn | None:
+    reference = node.metadata.get(_STAND_IN)
+    return None if reference is None else reference()
+
+
+def _stand_in(root: Any, is_changed: Any) -> _StandIn:
+    """The stand-in of a node, made (after those of the nodes below it) unless it has one."""
+    made: dict[Any, _StandIn] = {}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        if node in made:
+            stack.pop()
+            continue
+        found = _known(node)
+        if found is None:
+            below = {n for n, _ in node.next_functions if n is not None and not isinstance(n, _AccumulateGrad)}
+            missing = [n for n in below if n not in made]
+            if missing:
+                stack.extend(missing)
+                continue
+            found = _make(node, made, is_changed)
+        made[node] = found
+        stack.pop()
+    return made[root]
+
+
+def _make(node: Any, made: dict[Any, _StandIn], is_changed: Any) -> _StandIn:
+    from hyper_parallel.dtensor import DTensor
+
+    edges = list(dict.fromkeys(edge for edge in node.next_functions if edge[0] is not None))
+    sources = []
+    for below, output in edges:
+        if not isinstance(below, _AccumulateGrad):
+            sources.append(made[below].outputs[output])
+            continue
+        leaf = below.variable
+        if isinstance(leaf, DTensor):
+            if is_changed(leaf):
+                raise RuntimeError(
+                    f"{node.name()}: a DTensor was written in place after it went into the autograd.Function and before its "
+                    "result was used, so its gradient cannot be found any more. Use the result first, or clone() the input"
+                )
+            leaf = leaf._resolve()
+        sources.append(leaf)
+    found = _StandIn(_Node.apply(node, edges, [made[n] for n, _ in edges if n in made], *sources))
+    node.metadata[_STAND_IN] = weakref.ref(found)
+    return found

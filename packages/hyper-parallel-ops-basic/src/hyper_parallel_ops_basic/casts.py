@@ -1,0 +1,69 @@
+"""Conversions of dtype and device: ``to``, ``float``, ``type_as``, ``cpu`` and so on.
+
+A pending sum stays pending from float to float, where a cast is linear up to rounding, and is reduced before a cast to
+integers or bool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.context import state
+from hyper_parallel.dtensor import DTensor, wrap
+from hyper_parallel.errors import RedistributionError
+from hyper_parallel.op import FunctionOp
+
+
+class Cast(FunctionOp):
+    """Any function of one tensor that changes at most its dtype and device."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor, args, kwargs = _without_other(args, kwargs)
+        if not isinstance(tensor, DTensor):  # only the other tensor, of which the dtype was read, is distributed
+            return torch.Tensor.to(tensor, *args, **kwargs)
+        if func is torch.Tensor.type_as:
+            func = torch.Tensor.to
+        spec = tensor._spec
+        if spec.layout.is_partial():
+            dtype = func(spec.meta, *args, **_on_meta(kwargs)).dtype if spec.dtype is not torch.bool else torch.bool
+            if not _is_linear(spec.dtype, dtype):
+                if state.mode.policy == "strict":
+                    raise RedistributionError(
+                        f"{func.__name__}: a pending reduction ({spec.layout}) cannot be cast to {dtype}; call reduce_partial() first"
+                    )
+                tensor = tensor.reduce_partial()
+                spec = tensor._spec
+        local = tensor._resolve()
+        out = func(local, *args, **kwargs)
+        if out is local:
+            return tensor
+        return wrap(out, spec.replace(dtype=out.dtype))
+
+
+def _without_other(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The tensor that is cast, and the arguments with another tensor replaced by its dtype and device."""
+    kwargs = dict(kwargs)
+    tensor, rest = args[0], list(args[1:])
+    other = kwargs.pop("other", None)
+    if other is None and rest and isinstance(rest[0], torch.Tensor):
+        other = rest.pop(0)
+    if other is not None:
+        rest = [other.device, other.dtype, *rest]
+    return tensor, tuple(rest), kwargs
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: "meta" if name == "device" else value for name, value in kwargs.items()}
+
+
+def _is_linear(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether a sum may be cast term by term."""
+    if old is new:
+        return True
+    if new is torch.bool or old is torch.bool:
+        return False
+    whole = not (new.is_floating_point or new.is_complex)
+    return not whole or not (old.is_floating_point or old.is_complex)

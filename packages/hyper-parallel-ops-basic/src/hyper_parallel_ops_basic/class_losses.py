@@ -1,0 +1,184 @@
+"""cross_entropy and nll_loss: batch, sequence and class dims sharded, over any mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.boxes import Intervals, dim_intervals
+from hyper_parallel.call import Call
+from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial, Placement, Replicate
+from hyper_parallel.strategy import S, Strategy, StrategyOp
+
+from .class_parallel import class_parallel_losses, locate
+from .loss_reduction import reduction_of
+
+
+class ClassLoss(StrategyOp):
+    """A loss of scores of classes (dim 1, or 0 of a 1-dim input) and class indices, or class probabilities.
+
+    Targets may hold ``ignore_index``, so the mean over class indices divides by a count that only the data tells. Where
+    the targets are sharded, that count and the sum travel together: one all-reduce of two numbers, and the loss comes
+    out reduced. (It is always needed: the default ignore_index -100 may occur in any targets.) A mean over
+    probabilities divides by a known number and leaves a pending sum, as ``reduction="sum"`` does.
+    """
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        shape, dense = call.spec("input").shape, self.has_probabilities(call)
+        classes, reduction = class_dim(shape), reduction_of(call.arg)
+        for d in range(len(shape)):
+            if d == classes:
+                yield from self.class_rows(call)
+                continue
+            kept = d - (d > classes)
+            row = {"input": S(d), "target": S(d if dense else kept)}
+            if reduction == "none":
+                yield Strategy(row, S(kept))
+            else:
+                yield Strategy(row, Replicate() if reduction == "mean" and not dense else Partial())
+
+    def has_probabilities(self, call: Call) -> bool:
+        """Whether the target holds a distribution per element instead of a class index."""
+        return call.spec("target").shape == call.spec("input").shape
+
+    def class_rows(self, call: Call) -> Iterable[Strategy]:
+        """Strategies that shard the classes."""
+        raise NotImplementedError
+
+
+class CrossEntropy(ClassLoss):
+    """``F.cross_entropy``.
+
+    Sharded classes cost two all-reduces forward (the maximum; then the sum of exponentials, the target's score and what
+    smoothing and weights need, in one buffer) and none backward, in float32 for low-precision scores.
+    """
+
+    signature = (
+        "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', label_smoothing=0.0"
+    )
+
+    def class_rows(self, call: Call) -> Iterable[Strategy]:
+        classes = class_dim(call.spec("input").shape)
+        target: Placement = S(classes) if self.has_probabilities(call) else Replicate()
+        at = call.index("weight")
+        sharded = at is not None and bool(call.inputs[at].layout.shard_order[0])
+        # On all axes alike: a whole weight is looked up here, a sharded one by the rank that has it.
+        weight = S(0) if sharded else Replicate()
+        yield Strategy({"input": S(classes), "target": target, "weight": weight}, Replicate())
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        layout = targets[call.index("input") or 0]
+        shape, dense = tuple(call.spec("input").shape), self.has_probabilities(call)
+        dim = class_dim(shape)
+        over, over_batch = OverAxes(layout, [dim]), OverAxes(layout, [d for d in range(len(shape)) if d != dim])
+        reduction = reduction_of(call.arg)
+        if not over and (reduction != "mean" or not over_batch):
+            return None
+        held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
+        weight_at = call.index("weight")
+        weight_sharded = weight_at is not None and bool(targets[weight_at].shard_order[0])
+        parsed, elements = self._parsed, _elements(shape, dim)
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            x, target, weight = given["input"], given["target"], given.get("weight")
+            ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
+            if over:
+                losses, weights = class_parallel_losses(
+                    x, target, weight, over, dim, held, shape[dim], ignored, smoothing, weight_sharded
+                )
+            else:
+                losses = F.cross_entropy(
+                    x, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
+                )
+                weights = None if dense else _weights(target, weight, ignored, losses.dtype)
+            result = _reduced(losses, weights, reduction, over_batch, elements)
+            # Autocast computes losses in float32, whatever the scores are.
+            wide = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
+            return result.to(torch.float32 if wide else x.dtype)
+
+        return local
+
+
+class NLLLoss(ClassLoss):
+    """``F.nll_loss``: linear in the scores, so sharded classes leave a pending sum and cost nothing."""
+
+    signature = "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean'"
+
+    def has_probabilities(self, call: Call) -> bool:
+        return False
+
+    def class_rows(self, call: Call) -> Iterable[Strategy]:
+        yield Strategy({"input": S(class_dim(call.spec("input").shape))}, Partial())
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        layout = targets[call.index("input") or 0]
+        shape = tuple(call.spec("input").shape)
+        dim = class_dim(shape)
+        over, over_batch = OverAxes(layout, [dim]), OverAxes(layout, [d for d in range(len(shape)) if d != dim])
+        reduction = reduction_of(call.arg)
+        if not over and (reduction != "mean" or not over_batch):
+            return None
+        held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
+        parsed, elements = self._parsed, _elements(shape, dim)
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            x, target, weight = given["input"], given["target"], given.get("weight")
+            ignored = given.get("ignore_index", -100)
+            weights = _weights(target, weight, ignored, x.dtype)
+            if over:
+                losses = -_picked(x, target, dim, held) * weights
+            else:
+                losses = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
+            return _reduced(losses, weights, reduction, over_batch, elements).to(x.dtype)
+
+        return local
+
+
+def class_dim(shape: Sequence[int]) -> int:
+    """The dim of the classes."""
+    return 0 if len(shape) == 1 else 1
+
+
+def _elements(shape: Sequence[int], dim: int) -> int:
+    """Global number of elements that have a loss."""
+    return torch.Size(n for d, n in enumerate(shape) if d != dim).numel()
+
+
+def _weights(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype) -> torch.Tensor:
+    """What each element counts in the mean: its class's weight, or 0 where it is ignored."""
+    valid = target != ignored
+    if weight is None:
+        return valid.to(dtype)
+    return torch.where(valid, weight.detach()[torch.where(valid, target, 0)], 0)
+
+
+def _reduced(
+    losses: torch.Tensor, weights: torch.Tensor | None, reduction: str, over: OverAxes, elements: int
+) -> torch.Tensor:
+    """The losses reduced: with ``weights``, a mean that is reduced over the ranks too; else this rank's term."""
+    if reduction == "none":
+        return losses
+    wide = torch.float32 if losses.dtype in (torch.float16, torch.bfloat16) else losses.dtype
+    total = losses.sum(dtype=wide)
+    if reduction == "sum":
+        return total
+    if weights is None:
+        return total / elements
+    both = over.sum(torch.stack([total, weights.sum(dtype=wide)]))
+    return both[0] / both[1]
+
+
+def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, held: Intervals) -> torch.Tensor:
+    """The target's score where this rank holds its class, else 0."""
+    place, mine = locate(target, held)
+    if not x.shape[dim]:
+        return x.sum(dim)  # nothing: zeros, joined to the graph
+    found = x.gather(dim, place.unsqueeze(dim)).squeeze(dim)
+    return torch.where(mine, found, 0)

@@ -1,0 +1,70 @@
+"""New tensors made after the model of one: ``zeros_like``, ``new_zeros`` and so on.
+
+They read only shape, dtype and device. The result lies like the model where it has its shape, with Replicate in the
+place of a pending reduction; otherwise it is Replicate. It never depends on the model's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.boxes import local_shape
+from hyper_parallel.call import Call, Solution
+from hyper_parallel.families.shapes import output_shapes
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial, Replicate
+from hyper_parallel.strategy import LayoutOp
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout with Replicate where it is pending."""
+    return layout.with_placements({a: Replicate() for a, p in enumerate(layout.placements) if isinstance(p, Partial)})
+
+
+class Like(LayoutOp):
+    """``zeros_like``, ``ones_like``, ``full_like``, ``empty_like``."""
+
+    scalars_matter = False
+
+    def solve(self, call: Call) -> Solution:
+        layout = call.inputs[0].layout
+        return Solution([s.layout for s in call.inputs], [settled(layout)], uncounted=frozenset([0]))
+
+
+class NewOfSize(LayoutOp):
+    """``x.new_zeros(*size)``, ``new_ones``, ``new_empty``, ``new_full(size, value)``."""
+
+    def solve(self, call: Call) -> Solution:
+        spec = call.inputs[0]
+        (shape,) = output_shapes(call)
+        targets = [s.layout for s in call.inputs]
+        if shape != tuple(spec.shape):
+            return Solution(targets, [spec.layout.replicated(len(shape))], uncounted=frozenset([0]))
+        layout = settled(spec.layout)
+        sizes = local_shape(layout, shape, layout.info.my_coordinate())
+        return Solution(targets, [layout], _of_size(call, sizes), uncounted=frozenset([0]))
+
+
+def _of_size(call: Call, sizes: tuple[int, ...]) -> Callable[..., Any] | None:
+    func = call.func
+    if call.name == "new_full":
+        return lambda x, size=None, fill_value=None, **kwargs: func(x, sizes, fill_value, **kwargs)
+
+    def make(x: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("size", None)
+        return func(x, sizes, **kwargs)
+
+    return make
+
+
+class NewTensor(LayoutOp):
+    """``x.new_tensor(data)``: every rank has the data."""
+
+    scalars_matter = False
+
+    def solve(self, call: Call) -> Solution:
+        (shape,) = output_shapes(call)
+        spec = call.inputs[0]
+        layout = spec.layout.replicated(len(shape))
+        return Solution([spec.layout], [layout], uncounted=frozenset([0]))

@@ -1,0 +1,20 @@
+"""The reduction of a loss, as its arguments say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import _reduction
+
+
+def reduction_of(argument: Callable[[str, Any], Any]) -> str:
+    """``"none"``, ``"mean"``, ``"sum"`` (or ``"batchmean"``), old arguments included.
+
+    Args:
+        argument: gives an argument by name, or the default passed second.
+    """
+    average, reduce = argument("size_average", None), argument("reduce", None)
+    if average is not None or reduce is not None:
+        return _reduction.legacy_get_string(average, reduce)  # type: ignore[no-any-return]
+    return argument("reduction", "mean")  # type: ignore[no-any-return]

@@ -1,0 +1,97 @@
+"""Losses against plain torch, on all layouts."""
+
+import torch
+import torch.nn.functional as F
+from hyper_parallel.testing import OpConformance, sample, tensor
+
+LABELS = tensor(5, dtype=torch.int64, high=6)
+IGNORED = torch.tensor([3, -100, 0, -100, 5])
+FIRST_IGNORED = torch.tensor([-100, -100, -100, 2, 1])  # some ranks see nothing but ignored targets
+ALL_IGNORED = torch.full((5,), -100)
+WEIGHT = tensor(6, low=0.5, high=2.0, grad=False)
+
+
+class TestCrossEntropy(OpConformance):
+    op = F.cross_entropy
+    meshes = ((4,), (2, 2))
+    max_layouts = 25
+    samples = (
+        sample(tensor(5, 6), LABELS),
+        sample(tensor(5, 6), FIRST_IGNORED).options(name="ignored"),
+        sample(tensor(5, 6), ALL_IGNORED).options(name="all-ignored"),
+        sample(tensor(5, 6), IGNORED, WEIGHT, label_smoothing=0.1).options(name="weighted"),
+        sample(tensor(5, 6), IGNORED, WEIGHT, reduction="none", label_smoothing=0.3).options(name="none"),
+        sample(tensor(5, 6), LABELS, ignore_index=2, reduction="sum").options(name="sum"),
+        sample(tensor(2, 7, 3), tensor(2, 3, dtype=torch.int64, high=7), label_smoothing=0.2),
+        sample(tensor(7), torch.tensor(4)).options(name="one"),
+        sample(tensor(5, 3), tensor(5, 3, low=0.0, high=0.5)).options(name="soft"),
+        sample(tensor(3, 5, 2), tensor(3, 5, 2, low=0.0), tensor(5, low=0.5, grad=False), label_smoothing=0.2).options(
+            name="soft-weighted"
+        ),
+    )
+
+
+class TestNLLLoss(OpConformance):
+    op = F.nll_loss
+    meshes = ((4,), (2, 2))
+    max_layouts = 25
+    samples = (
+        sample(tensor(5, 6), FIRST_IGNORED).options(name="ignored"),
+        sample(tensor(5, 6), IGNORED, WEIGHT).options(name="weighted"),
+        sample(tensor(2, 7, 3), tensor(2, 3, dtype=torch.int64, high=7), reduction="none"),
+        sample(tensor(5, 6), LABELS, reduction="sum"),
+    )
+
+
+class PointwiseLosses(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 15
+
+
+PAIR = (tensor(5, 6), tensor(5, 6))
+CHANCES = (tensor(5, 6, low=0.1, high=0.9), tensor(5, 6, low=0.1, high=0.9))
+
+
+class TestMSELoss(PointwiseLosses):
+    op = F.mse_loss
+    samples = (sample(*PAIR), sample(*PAIR, reduction="none"), sample(tensor(3, 2), tensor(3, 2), weight=tensor(3, 2, low=0.5)))
+
+
+class TestL1Loss(PointwiseLosses):
+    op = F.l1_loss
+    samples = (sample(*PAIR), sample(*PAIR, reduction="sum"))
+
+
+class TestSmoothL1Loss(PointwiseLosses):
+    op = F.smooth_l1_loss
+    samples = (sample(*PAIR, beta=0.5),)
+
+
+class TestHuberLoss(PointwiseLosses):
+    op = F.huber_loss
+    samples = (sample(*PAIR, delta=0.7), sample(*PAIR, weight=tensor(5, 6, low=0.5)))
+
+
+class TestSoftMarginLoss(PointwiseLosses):
+    op = F.soft_margin_loss
+    samples = (sample(tensor(5, 6), tensor(5, 6, grad=False)),)
+
+
+class TestKLDiv(PointwiseLosses):
+    op = F.kl_div
+    samples = (sample(*CHANCES, reduction="batchmean"), sample(*PAIR, log_target=True), sample(*CHANCES, reduction="none"))
+
+
+class TestBCE(PointwiseLosses):
+    op = F.binary_cross_entropy
+    samples = (sample(*CHANCES), sample(*CHANCES, tensor(6, low=0.5, grad=False)))
+
+
+class TestBCEWithLogits(PointwiseLosses):
+    op = F.binary_cross_entropy_with_logits
+    samples = (sample(tensor(5, 6), CHANCES[1]), sample(tensor(5, 6), CHANCES[1], pos_weight=tensor(6, low=0.5, grad=False)))
+
+
+class TestPoissonNLLLoss(PointwiseLosses):
+    op = F.poisson_nll_loss
+    samples = (sample(tensor(5, 6), tensor(5, 6, low=1.0, high=3.0, grad=False)),)

@@ -1,0 +1,32 @@
+"""The Python blocks of README and docs that say on how many ranks they run are run there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"```python\n# runs on (\d+) ranks?\n(.*?)```", re.DOTALL)
+
+
+def blocks():
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for number, match in enumerate(BLOCK.finditer(path.read_text())):
+            yield pytest.param(int(match[1]), match[2], f"{path.name} block {number}", id=f"{path.stem}-{number}")
+
+
+def execute(code, name):
+    exec(compile(code, name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(("count", "code", "name"), blocks())
+def test_block_runs(ranks, count, code, name):
+    ranks(count, execute, code, name)
+
+
+def test_every_linked_page_exists():
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([\w./-]+\.md)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
