@@ -83,13 +83,11 @@ class Layer(nn.Module):
 
 
 class BareGather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward: the c10d calls and nothing else."""
+    """All-gather of the sequence forward, reduce-scatter backward: what it takes, and nothing else."""
 
     @staticmethod
     def forward(ctx, x):
-        out = x.new_empty(x.shape[0], x.shape[1] * TP, x.shape[2])
-        dist.all_gather_single(out.view(-1), x.contiguous().view(-1))
-        return out
+        return gather(x)
 
     @staticmethod
     def backward(ctx, grad):
@@ -97,7 +95,7 @@ class BareGather(torch.autograd.Function):
 
 
 class BareScatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward."""
+    """Reduce-scatter of the sequence forward, all-gather backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -105,19 +103,46 @@ class BareScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        out = grad.new_empty(grad.shape[0], grad.shape[1] * TP, grad.shape[2])
-        dist.all_gather_single(out.view(-1), grad.contiguous().view(-1))
-        return out
+        return gather(grad)
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    stacked = x.new_empty(TP * x.shape[0], *x.shape[1:])
+    dist.all_gather_single(stacked, x.contiguous())
+    return torch.cat(stacked.chunk(TP), 1)
 
 
 def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(x.shape[0], x.shape[1] // TP, x.shape[2])
-    dist.reduce_scatter_single(out.view(-1), x.contiguous().view(-1))
+    dist.reduce_scatter_single(out, torch.cat(x.chunk(TP, 1)))
     return out
+
+
+class BareSum(torch.autograd.Function):
+    """Identity forward, all-reduce backward: a norm's weight on a sequence shard."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class BareNorm(Norm):
+    def forward(self, x):
+        return F.rms_norm(x, (HIDDEN,), BareSum.apply(self.weight))
 
 
 class BareLayer(Layer):
     """One rank's size, sequence shards outside and collectives at the boundaries, by hand."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.norm1, self.norm2 = BareNorm(), BareNorm()
 
     def forward(self, x, cos, sin):
         x = x + BareScatter.apply(self.attention(BareGather.apply(self.norm1(x)), cos, sin))

@@ -179,9 +179,17 @@ def raises_on_shards(x):
     return x * 2
 
 
-@distributed(Rows, rows=lambda call: [])
-def in_place_elsewhere_(x):
-    return x + 1
+@distributed(Elementwise)
+def not_in_place_(x):
+    return x.exp()
+
+
+class WrongInPlace(OpConformance):
+    """Not collected by pytest, as its name does not start with Test."""
+
+    op = right_exp
+    samples = (sample(tensor(4)),)
+    inplace = not_in_place_
 
 
 class Refusing(LayoutOp):
@@ -243,17 +251,13 @@ def test_reference_decides(ranks):
         check_op(ranks, right_exp, tensor(2, 3), meshes=ONE, declared=OpUnderTest(right_exp, reference=plain_mean))
 
 
-def never(layouts):
-    return {}
-
-
 def is_sharded(layouts):
     return any(isinstance(p, Shard) for p in layouts[0].placements)
 
 
 def test_declarations_are_checked(ranks):
     with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
-        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, max_collectives=never))
+        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, max_collectives={}))
     with pytest.raises(ConformanceError, match="declared unsupported, yet the operator took them"):
         check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, unsupported=is_sharded))
     check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp))
@@ -262,6 +266,11 @@ def test_declarations_are_checked(ranks):
 def test_error_on_one_rank_names_the_case(ranks):
     with pytest.raises(RanksFailed, match=r"(?s)cannot take a single row.*mesh 2, .* input 0: S\(0\)"):
         check_op(ranks, raises_on_shards, tensor(3), meshes=ONE)
+
+
+def test_form_that_does_not_write_is_found(ranks):
+    with pytest.raises(pytest.fail.Exception, match="values differ"):
+        WrongInPlace().test_inplace(ranks, (0, (2,)))
 
 
 # -- what is tried --------------------------------------------------------------------------------------------------

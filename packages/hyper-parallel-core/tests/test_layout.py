@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from functools import cache
 
 import pytest
 import torch.distributed as dist
 
-from hyper_parallel import Layout, PackedShard, Partial, Replicate, Shard, init_device_mesh
+from hyper_parallel import Layout, PackedShard, Partial, Replicate, Shard
 from hyper_parallel.layout import as_layout
+from hyper_parallel.testing import mesh_of
 
 
-@cache
 def mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return mesh_of((2, 2))
 
 
 def described():

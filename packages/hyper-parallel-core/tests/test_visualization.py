@@ -6,7 +6,16 @@ import textwrap
 import pytest
 import torch
 
-from hyper_parallel import CommTrace, Layout, PackedShard, Partial, Shard, distribute_tensor, init_device_mesh, visualize
+from hyper_parallel import (
+    CommTrace,
+    Layout,
+    PackedShard,
+    Partial,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    visualize,
+)
 
 MESH = Layout((2, 2), ("dp", "tp"))
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+
 from hyper_parallel.testing import OpConformance, sample, tensor
 
 
@@ -13,7 +14,9 @@ def qkv(batch, heads, kv_heads, queries, keys, features=2, values=2):
     )
 
 
-KEPT = torch.tensor([[[[True, False, True, True, False], [True, True, True, False, False], [False, True, True, True, True]]]])
+KEPT = torch.tensor(
+    [[[[True, False, True, True, False], [True, True, True, False, False], [False, True, True, True, True]]]]
+)
 
 
 class TestAttention(OpConformance):

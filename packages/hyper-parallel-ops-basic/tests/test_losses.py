@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+
 from hyper_parallel.testing import OpConformance, sample, tensor
 
 LABELS = tensor(5, dtype=torch.int64, high=6)
@@ -54,7 +55,11 @@ CHANCES = (tensor(5, 6, low=0.1, high=0.9), tensor(5, 6, low=0.1, high=0.9))
 
 class TestMSELoss(PointwiseLosses):
     op = F.mse_loss
-    samples = (sample(*PAIR), sample(*PAIR, reduction="none"), sample(tensor(3, 2), tensor(3, 2), weight=tensor(3, 2, low=0.5)))
+    samples = (
+        sample(*PAIR),
+        sample(*PAIR, reduction="none"),
+        sample(tensor(3, 2), tensor(3, 2), weight=tensor(3, 2, low=0.5)),
+    )
 
 
 class TestL1Loss(PointwiseLosses):
@@ -79,7 +84,11 @@ class TestSoftMarginLoss(PointwiseLosses):
 
 class TestKLDiv(PointwiseLosses):
     op = F.kl_div
-    samples = (sample(*CHANCES, reduction="batchmean"), sample(*PAIR, log_target=True), sample(*CHANCES, reduction="none"))
+    samples = (
+        sample(*CHANCES, reduction="batchmean"),
+        sample(*PAIR, log_target=True),
+        sample(*CHANCES, reduction="none"),
+    )
 
 
 class TestBCE(PointwiseLosses):
@@ -89,7 +98,10 @@ class TestBCE(PointwiseLosses):
 
 class TestBCEWithLogits(PointwiseLosses):
     op = F.binary_cross_entropy_with_logits
-    samples = (sample(tensor(5, 6), CHANCES[1]), sample(tensor(5, 6), CHANCES[1], pos_weight=tensor(6, low=0.5, grad=False)))
+    samples = (
+        sample(tensor(5, 6), CHANCES[1]),
+        sample(tensor(5, 6), CHANCES[1], pos_weight=tensor(6, low=0.5, grad=False)),
+    )
 
 
 class TestPoissonNLLLoss(PointwiseLosses):

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+
 from hyper_parallel.testing import OpConformance, sample, tensor
 
 MESHES = ((4,), (2, 2))

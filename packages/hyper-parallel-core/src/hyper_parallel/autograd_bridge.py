@@ -105,7 +105,7 @@ def settle(tensor: DTensor) -> None:
         if tensor._origin is not None:  # completing the result counted as a write to it
             tensor._origin = (*tensor._origin[:2], tensor._local._version)
         mark = tensor._pending = mark.mark
-    if mark is not None and torch.is_grad_enabled() and not tensor._local.requires_grad:
+    if mark is not None and torch.is_grad_enabled():
         node = wrapper_grad_fn(tensor)
         if node is not None:
             tensor._local = joined(
@@ -140,9 +140,15 @@ def _roots(tensors: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[An
     given = [None] * len(tensors) if grads is None else list(grads)
     roots, seeds = [], []
     for tensor, grad in zip(tensors, given, strict=True):
-        roots.append(tensor._resolve() if isinstance(tensor, DTensor) else tensor)
+        roots.append(_with_history(tensor) if isinstance(tensor, DTensor) else tensor)
         seeds.append(_seed(tensor, grad) if isinstance(tensor, DTensor) else grad)
     return roots, seeds
+
+
+def _with_history(tensor: DTensor) -> torch.Tensor:
+    """The local tensor, joined to the local graph even when gradients are off, as they are inside a backward."""
+    with torch.enable_grad():
+        return tensor._resolve()
 
 
 def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
@@ -186,7 +192,7 @@ def backward(
     roots, seeds = _roots(_as_tuple(tensors), None if grad_tensors is None else _as_tuple(grad_tensors))
     wanted = None
     if inputs is not None:
-        wanted = [t._resolve() if isinstance(t, DTensor) else t for t in _as_tuple(inputs)]
+        wanted = [_with_history(t) if isinstance(t, DTensor) else t for t in _as_tuple(inputs)]
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=wanted)
 
 
@@ -208,7 +214,7 @@ def grad(
         raise NotImplementedError("autograd.grad of DTensors has no is_grads_batched; call it once per gradient")
     sources = _as_tuple(inputs)
     roots, seeds = _roots(_as_tuple(outputs), None if grad_outputs is None else _as_tuple(grad_outputs))
-    locals_ = [t._resolve() if isinstance(t, DTensor) else t for t in sources]
+    locals_ = [_with_history(t) if isinstance(t, DTensor) else t for t in sources]
     results = torch.autograd.grad(
         roots, locals_, seeds, retain_graph, create_graph, allow_unused=allow_unused, materialize_grads=materialize_grads
     )
@@ -228,7 +234,7 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
     """C++ code met a wrapper. What autograd itself does to tensors and gradients is done here; anything else raises."""
     from hyper_parallel.context import redistribute_policy
     from hyper_parallel.dispatcher import dispatch
-    from hyper_parallel.dtensor import wrap
+    from hyper_parallel.dtensor import DTensor, wrap
 
     tensor = args[0]
     if func in _ALIASES or (func is _aten.view.default and tuple(args[1]) == tuple(tensor.shape)):
@@ -239,7 +245,7 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
             return wrap(torch.zeros_like(tensor._local), tensor._spec)
     if func is _aten._to_copy.default and set(kwargs) == {"dtype"}:  # a gradient in another dtype than its tensor
         return dispatch(torch.Tensor.to, (tensor, kwargs["dtype"]), {})
-    if func is _aten.add.Tensor and not kwargs:  # gradients of one wrapper
+    if func is _aten.add.Tensor and len(args) == 2 and not kwargs and all(isinstance(a, DTensor) for a in args):  # gradients
         with redistribute_policy("auto"):
             return dispatch(torch.add, args, {})
     raise RuntimeError(

@@ -6,8 +6,7 @@ They are kept per thread, nest, and are restored when the block raises.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,17 +38,31 @@ class _State(threading.local):
 state = _State()
 
 
-@contextmanager
-def _mode(**changes: object) -> Iterator[None]:
-    outer = state.mode
-    state.mode = _interned(replace(outer, **changes))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        state.mode = outer
+class _Switched:
+    """Context manager with some switches changed; it may be entered again and again, nested too."""
+
+    __slots__ = ("changes", "outer")
+
+    def __init__(self, **changes: object) -> None:
+        self.changes = changes
+        self.outer: list[Mode] = []
+
+    def __enter__(self) -> None:
+        outer = state.mode
+        self.outer.append(outer)
+        state.mode = _with(outer, **self.changes)
+
+    def __exit__(self, *error: object) -> None:
+        state.mode = self.outer.pop()
 
 
-def redistribute_policy(policy: Policy):  # type: ignore[no-untyped-def]
+def _with(mode: Mode, **changes: object) -> Mode:
+    if all(getattr(mode, name) == value for name, value in changes.items()):
+        return mode
+    return _interned(replace(mode, **changes))  # type: ignore[arg-type]
+
+
+def redistribute_policy(policy: Policy) -> AbstractContextManager[None]:
     """What happens when an operator's inputs match none of its strategies.
 
     Args:
@@ -62,14 +75,14 @@ def redistribute_policy(policy: Policy):  # type: ignore[no-untyped-def]
     """
     if policy not in ("partial", "auto", "strict"):
         raise ValueError(f"redistribute_policy takes 'partial', 'auto' or 'strict', got {policy!r}")
-    return _mode(policy=policy)
+    return _Switched(policy=policy)
 
 
-def implicit_replication():  # type: ignore[no-untyped-def]
+def implicit_replication() -> AbstractContextManager[None]:
     """Inside, a plain tensor that meets a DTensor counts as Replicate: the caller vouches that all ranks hold the same."""
-    return _mode(replicate_plain=True)
+    return _Switched(replicate_plain=True)
 
 
-def SkipDTensorDispatch():  # type: ignore[no-untyped-def]  # noqa: N802 - the name users of HyperParallel know
+def SkipDTensorDispatch() -> AbstractContextManager[None]:  # noqa: N802 - the name users of HyperParallel know
     """Inside, DTensors act as their local tensors: operators run on the local pieces and return plain tensors."""
-    return _mode(skip=True)
+    return _Switched(skip=True)

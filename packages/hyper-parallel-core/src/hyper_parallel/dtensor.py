@@ -470,7 +470,7 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs)
+        return (_dispatch or _load_dispatcher())(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -616,4 +616,13 @@ def _rebuild_dtensor(
     return result
 
 
-from hyper_parallel.dispatcher import dispatch  # noqa: E402 - the dispatcher needs DTensor
+# The dispatcher needs DTensor, so it is imported when the first operator is called.
+_dispatch: Callable[..., Any] | None = None
+
+
+def _load_dispatcher() -> Callable[..., Any]:
+    global _dispatch
+    from hyper_parallel.dispatcher import dispatch
+
+    _dispatch = dispatch
+    return dispatch

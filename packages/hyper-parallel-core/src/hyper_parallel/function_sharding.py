@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from hyper_parallel import comm
-from hyper_parallel.dispatcher import vary_axes
 from hyper_parallel.dtensor import DTensor, remembered, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import Replicate, Shard
+from hyper_parallel.plan import vary_axes
 from hyper_parallel.redistribute import varying_axes
 from hyper_parallel.spec import contiguous_stride, make_spec
 

@@ -13,7 +13,18 @@ from typing import Any
 import torch.distributed as dist
 
 from hyper_parallel.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, is_partial, is_replicate, is_shard, on_dim, short
+from hyper_parallel.placements import (
+    PackedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    is_partial,
+    is_replicate,
+    is_shard,
+    on_dim,
+    short,
+)
 
 __all__ = ["Layout", "as_layout"]
 
@@ -76,7 +87,7 @@ class Layout:
         ValueError: for an unknown axis, a dimension out of range, an axis used twice.
     """
 
-    __slots__ = ("__weakref__", "_dual", "_source", "_specs", "ndim", "placements", "shard_order")
+    __slots__ = ("__weakref__", "_dual", "_hash", "_source", "_specs", "ndim", "placements", "shard_order")
 
     _source: MeshInfo | _MeshDescription
     placements: tuple[Placement, ...]
@@ -95,6 +106,7 @@ class Layout:
         self.placements, self.shard_order, self.ndim = (), (), -1
         self._specs: Any = None
         self._dual: Any = None
+        self._hash = hash((self.mesh_shape, (), ()))
 
     @classmethod
     def _intern(cls, source: MeshInfo | _MeshDescription, placements: tuple[Placement, ...], order: ShardOrder) -> Layout:
@@ -105,6 +117,7 @@ class Layout:
             found = object.__new__(cls)
             found._source, found.placements, found.shard_order = source, placements, order
             found.ndim, found._specs, found._dual = len(order), {}, {}
+            found._hash = hash((source.shape, placements, order))
             if table is not None:
                 table[key] = found
         return found
@@ -276,7 +289,7 @@ class Layout:
         return self.ndim >= 0 and self.bind() is other.bind()
 
     def __hash__(self) -> int:
-        return hash((self.mesh_shape, self.placements, self.shard_order))
+        return self._hash
 
     def __repr__(self) -> str:
         mesh = "x".join(f"{n}={s}" for n, s in zip(self.mesh_dim_names, self.mesh_shape, strict=True))

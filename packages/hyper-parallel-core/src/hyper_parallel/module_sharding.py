@@ -15,10 +15,11 @@ from torch import nn
 
 from hyper_parallel.context import implicit_replication
 from hyper_parallel.distribute import as_parameter, distribute_tensor, replicate_rest
-from hyper_parallel.dtensor import DTensor
+from hyper_parallel.dtensor import DTensor, convert
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
-from hyper_parallel.placements import Partial, Placement, Shard
+from hyper_parallel.placements import Placement, Shard, is_replicate
+from hyper_parallel.redistribute import target_spec
 
 __all__ = ["ShardingPlan", "shard_module"]
 
@@ -85,7 +86,7 @@ def shard_module(
     local = _local_outputs(modules, sharding.return_local_tensor)
     for name, module in modules.items():
         if name in inputs:
-            module.register_forward_pre_hook(_input_hook(name, mesh, inputs[name]), with_kwargs=True)
+            module.register_forward_pre_hook(_input_hook(name, module, mesh, inputs[name]), with_kwargs=True)
         if name in outputs:
             module.register_forward_hook(_output_hook(mesh, outputs[name]))
         if name in local:
@@ -228,21 +229,41 @@ def _replicating(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def place(value: Any, declared: Any, mesh: DeviceMesh, varying_for: nn.Module | None = None) -> Any:
-    """A module input or output in its declared layout.
+class Boundary:
+    """A declared layout at a module's input or output.
 
-    ``varying_for``: the module that will use it. Where its own parameters are sharded and the input is Replicate, each rank
-    does different work with the input, so its gradient is asked for in terms: the backward of a gather is then one
-    reduce-scatter.
+    Args:
+        declared: :class:`Layout` or placements; None leaves values as they are.
+        mesh: the mesh of placements.
+        user: the module that will use the value. Where its own parameters are sharded and the value is Replicate, each rank
+            does different work with it, so its gradient is asked for in terms: the backward of a gather is then one
+            reduce-scatter.
     """
-    if declared is None or not isinstance(value, torch.Tensor):
-        return value
-    layout = as_layout(declared if isinstance(declared, Layout) else mesh, declared, value.ndim)
-    if not isinstance(value, DTensor):
-        value = DTensor.from_local(value, layout)
-    varying = value._spec.varying | (_sharded_axes(varying_for, layout) if varying_for is not None else set())
-    gradients = [Partial() if axis in varying else p for axis, p in enumerate(layout.placements)]
-    return value.redistribute(layout, grad_placements=gradients)
+
+    def __init__(self, declared: Any, mesh: DeviceMesh, user: nn.Module | None = None) -> None:
+        self.declared, self.mesh, self.user = declared, mesh, user
+        self._known: dict[int, tuple[Layout, frozenset[int]]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """The value in the declared layout; what is no tensor passes."""
+        if self.declared is None or not isinstance(value, torch.Tensor):
+            return value
+        layout, varying = self._known.get(value.ndim) or self._layout(value.ndim)
+        if not isinstance(value, DTensor):
+            value = DTensor.from_local(value, layout)
+        kept = value._spec.varying
+        if kept:
+            varying |= frozenset(a for a in kept if is_replicate(layout.placements[a]))
+        if value._spec.layout.info is not layout.info:
+            return value.redistribute(layout)  # says what is wrong
+        return convert(value, target_spec(value._spec, layout, varying))
+
+    def _layout(self, ndim: int) -> tuple[Layout, frozenset[int]]:
+        declared = self.declared
+        layout = as_layout(declared if isinstance(declared, Layout) else self.mesh, declared, ndim)
+        sharded = _sharded_axes(self.user, layout) if self.user is not None else set()
+        self._known[ndim] = layout, frozenset(a for a in sharded if is_replicate(layout.placements[a]))
+        return self._known[ndim]
 
 
 def _sharded_axes(module: nn.Module, layout: Layout) -> set[int]:
@@ -255,43 +276,43 @@ def _sharded_axes(module: nn.Module, layout: Layout) -> set[int]:
     }
 
 
-def _input_hook(name: str, mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
-    by_name = isinstance(declared, Mapping)
+def _input_hook(name: str, module: nn.Module, mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
+    Hooked = tuple[tuple[Any, ...], dict[str, Any]]  # noqa: N806
+    if isinstance(declared, Mapping):
+        named = {key: Boundary(layout, mesh, module) for key, layout in declared.items()}
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if by_name:
-            unknown = set(declared) - set(kwargs)
+        def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+            unknown = set(named) - set(kwargs)
             if unknown:
                 raise ValueError(f"module {name!r}: the plan lays out inputs {sorted(unknown)}, called with {sorted(kwargs)}")
-            return args, {k: place(v, declared.get(k), mesh, module) for k, v in kwargs.items()}
-        layouts = list(declared) if isinstance(declared, (tuple, list)) and not _is_placements(declared) else [declared]
-        if len(layouts) > len(args):
+            return args, {k: named[k](v) if k in named else v for k, v in kwargs.items()}
+
+        return by_name
+    several = isinstance(declared, (tuple, list)) and not _is_placements(declared)
+    placed = [Boundary(layout, mesh, module) for layout in (declared if several else [declared])]
+
+    def by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
+        if len(placed) > len(args):
             raise ValueError(
-                f"module {name!r}: the plan lays out {len(layouts)} positional inputs, called with {len(args)} and keywords "
+                f"module {name!r}: the plan lays out {len(placed)} positional inputs, called with {len(args)} and keywords "
                 f"{sorted(kwargs)}; use a mapping from argument names"
             )
-        layouts += [None] * (len(args) - len(layouts))
-        return tuple(place(a, d, mesh, module) for a, d in zip(args, layouts, strict=True)), kwargs
+        return (*(place(a) for place, a in zip(placed, args, strict=False)), *args[len(placed) :]), kwargs
 
-    return hook
+    return by_position
 
 
 def _output_hook(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
     several = isinstance(declared, (tuple, list)) and not _is_placements(declared)
+    placed = [Boundary(layout, mesh) for layout in (declared if several else [declared])]
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not several:
-            return place(output, declared, mesh) if isinstance(output, torch.Tensor) else _first(output, declared, mesh)
-        rest = list(declared) + [None] * (len(output) - len(declared))
-        items = [place(o, d, mesh) for o, d in zip(output, rest, strict=True)]
-        return type(output)(items)
+        if isinstance(output, torch.Tensor):
+            return placed[0](output)
+        # One layout for the usual (hidden_states, ...) tuple means the first.
+        return type(output)([*(place(o) for place, o in zip(placed, output, strict=False)), *output[len(placed) :]])
 
     return hook
-
-
-def _first(output: Any, declared: Any, mesh: DeviceMesh) -> Any:
-    """The usual (hidden_states, ...) tuple: one layout in the plan means the first."""
-    return type(output)([place(output[0], declared, mesh), *output[1:]])
 
 
 def _is_placements(value: Any) -> bool:

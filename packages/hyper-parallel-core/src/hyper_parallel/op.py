@@ -8,8 +8,8 @@ or a :class:`~hyper_parallel.strategy.StrategyOp` that lists legal placements.
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from hyper_parallel.layout import Layout

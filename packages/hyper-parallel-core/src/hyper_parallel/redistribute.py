@@ -7,7 +7,8 @@ slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all a
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,9 +37,17 @@ class _Transition(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         src, dst, shape, how = ctx.args
-        with _described(dual(*dst)[0], dual(*src)[0], ctx.where, "backward"):
-            back = _Transition.apply(grad, dual(*dst), dual(*src), shape, how.reverse())
+        given, wanted = dual(*dst), dual(*src)
+        if comm_trace._active:
+            with _described(given[0], wanted[0], ctx.where, "backward"):
+                back = _apply_transition(grad, given, wanted, shape, how.reverse())
+        else:
+            back = _apply_transition(grad, given, wanted, shape, how.reverse())
         return back, None, None, None, None
+
+
+# Function.apply's own checks are for functorch transforms, which do not reach local tensors.
+_apply_transition = super(torch.autograd.Function, _Transition).apply  # type: ignore[misc]
 
 
 class _How:
@@ -77,9 +86,7 @@ class _How:
 _PLAIN = _How()
 
 
-def _described(src: Layout, dst: Layout, where: str | None, phase: str) -> Any:
-    if not comm_trace._active:
-        return nullcontext()
+def _described(src: Layout, dst: Layout, where: str | None, phase: str) -> AbstractContextManager[None]:
     return comm_trace.described(f"{describe(src)} -> {describe(dst)}", where, phase)
 
 
@@ -94,17 +101,24 @@ def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ..
     Raises:
         RedistributionError: when a gradient would have to pass a pending max, min or product.
     """
-    if torch.is_grad_enabled() and local.requires_grad:
-        local, src = _only_sums(local, src)
-        dst = (_sum_for_avg(dst[0]), dst[1])
-        if src is dst or src == dst:
-            return local
-        with _described(src[0], dst[0], None, "forward"):
-            return _Transition.apply(local, src, dst, shape, how)  # type: ignore[no-any-return]
-    if src[0] is dst[0]:
+    tracked = torch.is_grad_enabled() and local.requires_grad
+    if tracked:
+        if src[0].is_partial():
+            local, src = _only_sums(local, src)
+        if dst[0].is_partial():
+            dst = (_sum_for_avg(dst[0]), dst[1])
+    if src[0] is dst[0] and (not tracked or src[1] == dst[1]):
         return local
-    with _described(src[0], dst[0], None, "forward"):
-        return how.move(local, src[0], dst[0], shape)
+    if comm_trace._active:
+        with _described(src[0], dst[0], None, "forward"):
+            return _run(local, src, dst, shape, how, tracked)
+    return _run(local, src, dst, shape, how, tracked)
+
+
+def _run(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How, tracked: bool) -> torch.Tensor:
+    if tracked:
+        return _apply_transition(local, src, dst, shape, how)  # type: ignore[no-any-return]
+    return how.move(local, src[0], dst[0], shape)
 
 
 def _only_sums(local: torch.Tensor, src: Typed) -> tuple[torch.Tensor, Typed]:
@@ -131,6 +145,7 @@ def _sum_for_avg(layout: Layout) -> Layout:
     raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")
 
 
+@lru_cache(maxsize=8192)
 def target_spec(spec: Spec, layout: Layout, varying: frozenset[int] | None = None) -> Spec:
     """The spec after redistribution to ``layout``; an axis stays varying while it stays Replicate unless told."""
     if varying is None:

@@ -332,10 +332,9 @@ class Registry:
 
     def _missing_text(self, shown: str) -> str:
         short = shown.removesuffix(".__get__").rpartition(".")[2]
-        bases = function_names.base_names(short)
         lines = [f"{shown} has no distributed rule"]
         records = (self._plugins or default_manager()).records()
-        pack = next((PACK_OF_OP[name] for name in (shown, short, *bases) if name in PACK_OF_OP), None)
+        pack = known_pack(shown)
         if pack is not None and not any(record.dist == pack and record.status == "ok" for record in records):
             lines.append(f"  {pack} has one: {sys.executable} -m pip install {pack}")
         else:
@@ -351,6 +350,13 @@ class Registry:
     def missing_error(self, name: str) -> MissingOpError:
         """The error for an op name that nobody has registered."""
         return MissingOpError(self._missing_text(name), op_name=name)
+
+
+def known_pack(shown: str) -> str | None:
+    """The pack of ours that has a rule for a function, given by its readable name; None when none is known to."""
+    short = shown.removesuffix(".__get__").rpartition(".")[2]
+    names = (shown, short, *function_names.base_names(short))
+    return next((PACK_OF_OP[name] for name in names if name in PACK_OF_OP), None)
 
 
 class _PluginRegistrar:

@@ -28,7 +28,18 @@ from hyper_parallel.call import Call, Signature, Solution, refuse
 from hyper_parallel.context import Mode
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, is_partial, is_replicate, is_shard, on_dim, short
+from hyper_parallel.placements import (
+    PackedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    is_partial,
+    is_replicate,
+    is_shard,
+    on_dim,
+    short,
+)
 from hyper_parallel.transition import plan_transition
 
 __all__ = ["LayoutOp", "P", "R", "S", "Strategy", "StrategyOp"]
@@ -94,7 +105,7 @@ class LayoutOp(DistributedOp):
 
     def preprocess(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Local arguments, and the :class:`Call` as the only cache value."""
-        from hyper_parallel.dispatcher import local_arguments, make_call
+        from hyper_parallel.arguments import local_arguments, make_call
 
         call = make_call(self, None, tuple(args), kwargs)
         local_args, local_kwargs = local_arguments(args, kwargs)

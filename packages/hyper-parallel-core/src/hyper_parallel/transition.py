@@ -166,9 +166,7 @@ class ReduceScatter(Step):
         self.sizes = [length_of(p) for p in parts]
         self.widest = max(self.sizes)
         ordered = [(sum(self.sizes[:i]), n) for i, n in enumerate(self.sizes)]
-        self.in_place = dim == 0 and len(set(self.sizes)) == 1 and all(
-            p == (want,) for p, want in zip(parts, ordered, strict=True)
-        )
+        self.even = len(set(self.sizes)) == 1 and all(p == (want,) for p, want in zip(parts, ordered, strict=True))
 
     def start(self, x: torch.Tensor) -> Pending:
         form = wire(self.op, x.dtype)
@@ -187,7 +185,9 @@ class ReduceScatter(Step):
     def _start(self, x: torch.Tensor, op: str) -> Pending:
         shape = list(x.shape)
         shape[self.dim] = self.widest
-        if self.in_place:
+        if self.even:
+            if self.dim:
+                x = x.unflatten(self.dim, (self.group.size, self.widest)).movedim(self.dim, 0).flatten(0, 1)
             stacked = x.contiguous()
         else:
             stacked = x.new_zeros([self.group.size, *shape])

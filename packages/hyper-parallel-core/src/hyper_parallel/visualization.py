@@ -131,7 +131,9 @@ class LayoutPicture:
             lines = [f"{'':{margin}}dim {self._columns}", f"{'':{margin}}{marks}"]
         label = "" if self._rows is None else f"dim {self._rows}"
         for start, stop in itertools.pairwise(rows):
-            lines.append(f"{label if not start else '':<{margin - len(str(rows[-1])) - 1}}{self._mark(start, rows)} {line}")
+            lines.append(
+                f"{label if not start else '':<{margin - len(str(rows[-1])) - 1}}{self._mark(start, rows)} {line}"
+            )
             texts = [f" {cells[(start, stop), s]:<{w - 1}}" for w, s in zip(widths, spans, strict=True)]
             lines.append(f"{'':{margin}}|{'|'.join(texts)}|")
         lines.append(f"{'':{margin - len(str(rows[-1])) - 1}}{self._mark(rows[-1], rows)} {line}")
@@ -193,7 +195,7 @@ class LayoutPicture:
                 if dim is not None
             )
             rect = f'x="{x0:.1f}" y="{y0:.1f}" width="{x1 - x0:.1f}" height="{y1 - y0:.1f}" stroke="#555"'
-            parts.append(f'<g><title>rank {_listed(cell.ranks)}: {where or "everything"}</title>')
+            parts.append(f"<g><title>rank {_listed(cell.ranks)}: {where or 'everything'}</title>")
             parts.append(f'<rect {rect} fill="{_colour(cell.ranks)}"/>')
             if any(map(is_partial, self.layout.placements)):
                 parts.append(f'<rect {rect} fill="url(#pending)"/>')

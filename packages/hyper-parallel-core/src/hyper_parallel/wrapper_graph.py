@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from hyper_parallel.spec import contiguous_stride, make_spec
@@ -74,18 +75,21 @@ class _Node(torch.autograd.Function):
         ctx.node, ctx.edges, ctx.below = node, edges, below
         ctx.set_materialize_grads(False)
         # Of the shapes that the gradients will have; nobody reads the values.
-        outputs = [torch.empty_strided(m.shape, [0] * len(m.shape), dtype=m.dtype, device=m.device) for m in node._input_metadata]
-        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
-        return tuple(outputs)
+        return tuple(
+            torch.empty_strided(m.shape, [0] * len(m.shape), dtype=m.dtype, device=m.device) for m in node._input_metadata
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        given = [(GradientEdge(ctx.node, i), g) for i, g in enumerate(grads) if g is not None]
-        if not given:
+        if all(g is None for g in grads):
             return None, None, None, *(None for _ in ctx.edges)
-        if ctx.node.name() == "CheckpointFunctionBackward":
+        name = ctx.node.name()
+        if isinstance(ctx.node, BackwardCFunction) and name != "BackwardHookFunctionBackward":
+            grads = _materialized(ctx.node, grads)
+        if name == "CheckpointFunctionBackward":
             found = _run_checkpoint(ctx.node, ctx.edges, grads)
         else:
+            given = [(GradientEdge(ctx.node, i), g) for i, g in enumerate(grads) if g is not None]
             found = _engine_run_backward(
                 tuple(edge for edge, _ in given),
                 tuple(grad for _, grad in given),
@@ -98,19 +102,35 @@ class _Node(torch.autograd.Function):
         return None, None, None, *(_to_leaf(edge, grad) for edge, grad in zip(ctx.edges, found, strict=True))
 
 
+def _materialized(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Zeros in the place of missing gradients. PyTorch does this too, but its zeros are plain tensors.
+
+    Scalars are left to PyTorch: plain numbers work with DTensors, and an output without gradient looks like a scalar here.
+    """
+    from hyper_parallel.dtensor import DTensor
+
+    like = next(g for g in grads if g is not None)
+    if not isinstance(like, DTensor):
+        return grads
+    return tuple(
+        grad if grad is not None or not meta.shape else _replica(torch.zeros((), dtype=meta.dtype, device=meta.device), meta, like)
+        for grad, meta in zip(grads, node._input_metadata, strict=True)
+    )
+
+
+def _replica(value: torch.Tensor, meta: Any, like: Any) -> Any:
+    """A number on every rank of a mesh, as a DTensor of one value."""
+    from hyper_parallel.dtensor import wrap
+
+    shape = tuple(meta.shape)
+    spec = make_spec(like.layout.replicated(len(shape)), shape, contiguous_stride(shape), value.dtype)
+    return wrap(value.expand(shape), spec)
+
+
 def _run_checkpoint(node: Any, edges: list[Any], grads: tuple[Any, ...]) -> list[Any]:
     """Reentrant checkpoint refuses to run when the engine was asked for the gradients of certain tensors, as a run of one
     node is; so its backward is called without the engine."""
-    from hyper_parallel.dtensor import wrap
-
-    like = next(g for g in grads if g is not None)
-    whole = []
-    for grad, meta in zip(grads, node._input_metadata, strict=True):
-        if grad is None:
-            spec = make_spec(like.layout.replicated(len(meta.shape)), meta.shape, contiguous_stride(meta.shape), meta.dtype)
-            grad = wrap(torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device), spec)
-        whole.append(grad)
-    results = [g for g, needed in zip(node.apply(*whole), node.needs_input_grad, strict=True) if needed]
+    results = [g for g, needed in zip(node.apply(*grads), node.needs_input_grad, strict=True) if needed]
     found = dict.fromkeys(edges)
     for edge, grad in zip((e for e in node.next_functions if e[0] is not None), results, strict=True):
         found[edge] = grad if found[edge] is None else found[edge] + grad
@@ -125,6 +145,8 @@ def _to_leaf(edge: Any, grad: Any) -> Any:
     if grad is None or not isinstance(node, _AccumulateGrad):
         return grad
     leaf = node.variable
+    if isinstance(leaf, DTensor) and not isinstance(grad, DTensor) and grad.ndim == 0:
+        grad = _replica(grad, leaf, leaf)
     if isinstance(leaf, DTensor) is not isinstance(grad, DTensor):
         raise TypeError(
             f"the backward of an autograd.Function returned a {type(grad).__name__} as the gradient of a {type(leaf).__name__}; "

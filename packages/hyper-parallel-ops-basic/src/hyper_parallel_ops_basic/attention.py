@@ -13,12 +13,12 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import global_indices
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Placement, Replicate, is_shard
+from hyper_parallel.placements import Placement, Replicate
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 
 class Attention(StrategyOp):
-    """``F.scaled_dot_product_attention(query, key, value)`` of shapes ``[..., heads, queries, E]``, ``[..., heads, keys, E]``.
+    """``F.scaled_dot_product_attention``: query ``[..., heads, queries, E]``, key and value ``[..., heads, keys, E]``.
 
     - Batch dims and heads are sharded alike everywhere; a mask follows where it is not broadcast.
     - Grouped heads (``enable_gqa``): key and value heads are sharded like the query's where that gives every rank whole
@@ -27,8 +27,8 @@ class Attention(StrategyOp):
     - Values may be sharded along their features.
     - Sharded keys need an exchange between the ranks (context parallelism) and are redistributed, or refused.
 
-    Dropout draws the mask of the whole attention matrix on every rank, so that each element meets the fate that it has on
-    one device with the same seed. That is exact where the device computes attention from matrices (CPU), and costs
+    Dropout draws the mask of the whole attention matrix on every rank, so that each element meets the fate that it has
+    on one device with the same seed. That is exact where the device computes attention from matrices (CPU), and costs
     memory for that mask.
     """
 
@@ -50,7 +50,9 @@ class Attention(StrategyOp):
             else:
                 yield Strategy(self._row(call, out, d), S(d))
         rows = len(out) - 2
-        yield Strategy({"query": S(len(call.spec("query").shape) - 2), "attn_mask": self._mask(call, out, rows)}, S(rows))
+        yield Strategy(
+            {"query": S(len(call.spec("query").shape) - 2), "attn_mask": self._mask(call, out, rows)}, S(rows)
+        )
         yield Strategy({"value": S(len(call.spec("value").shape) - 1)}, S(len(out) - 1))
 
     def _row(self, call: Call, out: tuple[int, ...], d: int) -> dict[str, Placement]:
@@ -60,7 +62,7 @@ class Attention(StrategyOp):
     def _mask(self, call: Call, out: tuple[int, ...], d: int) -> Placement:
         if call.index("attn_mask") is None:
             return R
-        return shard_if_full(call.spec("attn_mask").shape, d, out)  # type: ignore[no-any-return]
+        return shard_if_full(call.spec("attn_mask").shape, d, out)
 
     def _grouped_rows(self, call: Call, out: tuple[int, ...]) -> Iterable[Strategy]:
         d = len(out) - 3
@@ -75,7 +77,9 @@ class Attention(StrategyOp):
         else:
             yield Strategy({"query": S(d), "attn_mask": mask}, S(d))
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         if all(layout.is_replicated() for layout in targets):
             return None
         at = {n: i for n in ("query", "key", "value", "attn_mask") if (i := call.index(n)) is not None}
@@ -86,16 +90,14 @@ class Attention(StrategyOp):
         (out,) = self.output_shapes(call)
         weights = (*out[:-1], call.spec("key").shape[-2])
         # The attention weights are sharded as the output is, but for its features.
-        kept = {a: Replicate() for a, p in enumerate(outputs[0].placements) if is_shard(p) and p.dim == len(out) - 1}
-        layout = outputs[0].with_placements(kept)
-        layout = layout.with_order(layout.placements, (layout.shard_order + ((),) * len(out))[: len(out)])
+        layout = outputs[0].with_order(outputs[0].placements, (outputs[0].shard_order + ((),) * len(out))[: len(out)])
+        layout = layout.with_placements(dict.fromkeys(layout.shard_order[-1], Replicate()))
         parsed = self._parsed
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             if heads is not None:
-                given["key"], given["value"] = heads(given["key"]), heads(given["value"])
-                given["enable_gqa"] = False
+                given.update({name: take(given[name]) for name, take in heads.items()}, enable_gqa=False)
             if causal:
                 given.update(is_causal=False, attn_mask=_causal_rows(given, query, shape))
             if given.get("dropout_p", 0.0) > 0:
@@ -108,14 +110,17 @@ class Attention(StrategyOp):
 
     def _heads(
         self, call: Call, targets: Sequence[Layout], at: dict[str, int]
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]] | None:
         """How this rank takes, from whole key and value heads, one for each of its query heads."""
         query, d = targets[at["query"]], targets[at["query"]].ndim - 3
-        shape, heads = tuple(call.spec("query").shape), call.spec("key").shape[d]
-        if not query.shard_order[d] or targets[at["key"]].shard_order[d] or shape[d] % heads:
+        shape = tuple(call.spec("query").shape)
+        if not query.shard_order[d] or targets[at["key"]].shard_order[d]:
             return None
-        group = shape[d] // heads
-        return lambda x: x.index_select(d, global_indices(query, shape, d, x.device) // group)
+
+        def taking(group: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda x: x.index_select(d, global_indices(query, shape, d, x.device) // group)
+
+        return {name: taking(shape[d] // call.spec(name).shape[d]) for name in ("key", "value")}
 
 
 _PLAIN = (type(S(0)), Replicate)
@@ -139,8 +144,7 @@ def _dropout_part(given: dict[str, Any], layout: Layout, shape: tuple[int, ...])
 
 def _from_matrices(given: dict[str, Any], dropout: torch.Tensor | None) -> torch.Tensor:
     """Attention as its definition has it, for what no kernel takes."""
-    query, key, value, mask = (given.get(n) for n in ("query", "key", "value", "attn_mask"))
-    assert query is not None and key is not None and value is not None
+    query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if given.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scale = given.get("scale")

@@ -28,7 +28,7 @@ class Cast(FunctionOp):
             func = torch.Tensor.to
         spec = tensor._spec
         if spec.layout.is_partial():
-            dtype = func(spec.meta, *args, **_on_meta(kwargs)).dtype if spec.dtype is not torch.bool else torch.bool
+            dtype = func(torch.empty(0, dtype=spec.dtype), *args, **kwargs).dtype
             if not _is_linear(spec.dtype, dtype):
                 if state.mode.policy == "strict":
                     raise RedistributionError(
@@ -53,10 +53,6 @@ def _without_other(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tu
     if other is not None:
         rest = [other.device, other.dtype, *rest]
     return tensor, tuple(rest), kwargs
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: "meta" if name == "device" else value for name, value in kwargs.items()}
 
 
 def _is_linear(old: torch.dtype, new: torch.dtype) -> bool:

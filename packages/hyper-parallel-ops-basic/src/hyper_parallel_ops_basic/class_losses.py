@@ -15,6 +15,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
+from .autocast import loss_dtype
 from .class_parallel import class_parallel_losses, locate
 from .loss_reduction import reduction_of
 
@@ -59,7 +60,8 @@ class CrossEntropy(ClassLoss):
     """
 
     signature = (
-        "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', label_smoothing=0.0"
+        "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
+        "label_smoothing=0.0"
     )
 
     def class_rows(self, call: Call) -> Iterable[Strategy]:
@@ -71,7 +73,9 @@ class CrossEntropy(ClassLoss):
         weight = S(0) if sharded else Replicate()
         yield Strategy({"input": S(classes), "target": target, "weight": weight}, Replicate())
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         layout = targets[call.index("input") or 0]
         shape, dense = tuple(call.spec("input").shape), self.has_probabilities(call)
         dim = class_dim(shape)
@@ -97,10 +101,7 @@ class CrossEntropy(ClassLoss):
                     x, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
                 )
                 weights = None if dense else _weights(target, weight, ignored, losses.dtype)
-            result = _reduced(losses, weights, reduction, over_batch, elements)
-            # Autocast computes losses in float32, whatever the scores are.
-            wide = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
-            return result.to(torch.float32 if wide else x.dtype)
+            return _reduced(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
 
         return local
 
@@ -116,7 +117,9 @@ class NLLLoss(ClassLoss):
     def class_rows(self, call: Call) -> Iterable[Strategy]:
         yield Strategy({"input": S(class_dim(call.spec("input").shape))}, Partial())
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         layout = targets[call.index("input") or 0]
         shape = tuple(call.spec("input").shape)
         dim = class_dim(shape)
@@ -136,7 +139,7 @@ class NLLLoss(ClassLoss):
                 losses = -_picked(x, target, dim, held) * weights
             else:
                 losses = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
-            return _reduced(losses, weights, reduction, over_batch, elements).to(x.dtype)
+            return _reduced(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
 
         return local
 

@@ -46,10 +46,12 @@ def class_parallel_losses(
     valid = target != ignored
     if x.device.type in ("cpu", "cuda"):
         inside = (target >= 0) & (target < classes)
-        torch._assert_async((inside | ~valid).all(), f"cross_entropy: a target is out of bounds of the {classes} classes")
+        torch._assert_async(
+            (inside | ~valid).all(), f"cross_entropy: a target is out of bounds of the {classes} classes"
+        )
     place, here = locate(target, held)
     here = here & valid
-    lse, picked, scores, weights, weight_sum = _Terms.apply(
+    lse, picked, scores, weights, weight_sum = _Terms.apply(  # type: ignore[no-untyped-call]
         x, over, dim, place, here, mine, smoothing > 0, weight_sharded
     )
     if weight is None:
@@ -86,7 +88,8 @@ class _Terms(torch.autograd.Function):
         if some:
             exchange["picked"] = torch.where(here, lower.gather(dim, place.unsqueeze(dim)).squeeze(dim), 0)
         if smooth:
-            exchange["scores"] = (lower if weight is None else lower * _along(weight, dim, x.ndim)).sum(dim)
+            whole = lower.sum(dim) if weight is None else lower.movedim(dim, -1) @ weight.to(lower.dtype)
+            exchange["scores"] = whole
         if weight_sharded and weight is not None:
             found = torch.where(here, weight[place], 0) if some else torch.zeros_like(exchange["picked"])
             exchange["weight"] = found.to(lower.dtype)
@@ -104,7 +107,7 @@ class _Terms(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, to_lse: torch.Tensor, to_picked: torch.Tensor, to_scores: Any, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, to_lse: torch.Tensor, to_picked: torch.Tensor, to_scores: Any, *_: Any) -> tuple[Any, ...]:
         x, lse, place, here, weight = ctx.saved_tensors
         dim = ctx.dim
         out = (x.to(lse.dtype) - lse.unsqueeze(dim)).exp_().mul_(to_lse.unsqueeze(dim))

@@ -67,7 +67,9 @@ class Extreme(Reduction):
         if not self._other(call) and not self.with_index(call) and not call.needs_grad[0]:
             yield Strategy([Partial(self.op)], Partial(self.op))
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         if self._other(call):
             return None
         over = self.over(call, targets)
@@ -77,9 +79,9 @@ class Extreme(Reduction):
         if self.with_index(call):
             found = getattr(torch.return_types, op)
             shape = tuple(call.inputs[0].shape)
-            return lambda x, *a, **k: found(_ExtremeAlong.apply(x, over, shape, dims[0], keep, op))
+            return lambda x, *a, **k: found(_ExtremeAlong.apply(x, over, shape, dims[0], keep, op))  # type: ignore[no-untyped-call]
         if call.needs_grad[0]:
-            return lambda x, *a, **k: _Extreme.apply(x, over, dims, keep, op)
+            return lambda x, *a, **k: _Extreme.apply(x, over, dims, keep, op)  # type: ignore[no-untyped-call]
         return lambda x, *a, **k: local_extreme(x, dims, keep, op)
 
 
@@ -95,7 +97,9 @@ class ArgExtreme(Reduction):
         super().__init__(op_name)
         self.op = op
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         over = self.over(call, targets)
         if not over:
             return None
@@ -131,7 +135,9 @@ class MinMax(Reduction):
             inside = call.needs_grad[0]
             yield Strategy(row.inputs, [Partial("min"), Partial("max")]) if folded and not inside else row
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         over = self.over(call, targets)
         if not over:
             return None
@@ -139,10 +145,10 @@ class MinMax(Reduction):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if inside:
-                both = [_Extreme.apply(x, over, dims, keep, op) for op in ("min", "max")]
+                low, high = (_Extreme.apply(x, over, dims, keep, op) for op in ("min", "max"))  # type: ignore[no-untyped-call]
             else:
-                both = [local_extreme(x, dims, keep, op) for op in ("min", "max")]
-            return torch.return_types.aminmax(both)
+                low, high = (local_extreme(x, dims, keep, op) for op in ("min", "max"))
+            return torch.return_types.aminmax((low, high))
 
         return local
 
@@ -162,7 +168,7 @@ def local_extreme(x: torch.Tensor, dims: Sequence[int], keepdim: bool, op: str) 
     if any(x.shape[d] == 0 for d in dims):
         shape = [1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims]
         return x.new_full(shape, neutral(x.dtype, op))
-    return getattr(x, f"a{op}")(dims, keepdim=keepdim)  # type: ignore[no-any-return]
+    return getattr(x, f"a{op}")(dims, keepdim=keepdim)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -212,14 +218,16 @@ class _Extreme(torch.autograd.Function):
     """``amax`` over sharded dims; equal elements share the gradient, as in PyTorch."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, over: OverAxes, dims: tuple[int, ...], keepdim: bool, op: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, over: OverAxes, dims: tuple[int, ...], keepdim: bool, op: str
+    ) -> torch.Tensor:
         best = over.extreme(local_extreme(x, dims, keepdim, op), op)
         ctx.save_for_backward(x, best)
         ctx.args = (over, dims, keepdim)
         return best
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, best = ctx.saved_tensors
         over, dims, keepdim = ctx.args
         share = tie_share(x, unfold(best, dims, keepdim), over, dims)
@@ -240,7 +248,7 @@ class _ExtremeAlong(torch.autograd.Function):
         return best, index
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
         (index,) = ctx.saved_tensors
         over, shape, dim, keepdim = ctx.args
         mine = global_indices(over.layout, shape, dim, grad.device)

@@ -169,7 +169,7 @@ def neutral_of_number(target: Layout) -> int | None:
 
 def _check(call: Call, targets: list[Layout]) -> None:
     for position, (spec, wanted) in enumerate(zip(call.inputs, targets, strict=True)):
-        if spec.layout is wanted or not plan_transition(spec.layout, wanted, tuple(spec.shape)).cost:
+        if spec.layout is wanted or not plan_transition(spec.layout, wanted, tuple(spec.shape)).communicates:
             continue
         both = zip(spec.layout.placements, wanted.placements, strict=True)
         pending_only = all(have == want or isinstance(have, (Partial, Replicate)) for have, want in both)

@@ -14,6 +14,8 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import PackedShard
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
+from .autocast import widened
+
 
 class RowNorm(StrategyOp):
     """Normalisation over the last dims, then a weight (and bias) of their shape.
@@ -41,7 +43,9 @@ class RowNorm(StrategyOp):
             own = S(d - first)
             yield Strategy({"input": S(d), "weight": own, "bias": own}, S(d))
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         ndim = len(call.spec("input").shape)
         dims = tuple(range(ndim - self.rank(call), ndim))
         over = OverAxes(targets[call.index("input") or 0], dims)
@@ -57,7 +61,7 @@ class RowNorm(StrategyOp):
         return local
 
     def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
-        """The result on this rank from the local arguments by name; ``over`` shards some of ``dims`` (``count`` elements)."""
+        """The result from the local arguments by name; ``over`` shards some of ``dims`` (``count`` elements)."""
         raise NotImplementedError
 
 
@@ -67,8 +71,8 @@ class LayerNorm(RowNorm):
     signature = "input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True"
 
     def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
-        x, weight, bias = given["input"], given.get("weight"), given.get("bias")
-        out = _Normalise.apply(_wide(x), over, dims, count, given.get("eps", 1e-5), True)
+        x, weight, bias = widened(given["input"]), given.get("weight"), given.get("bias")
+        out = _Normalise.apply(_wide(x), over, dims, count, given.get("eps", 1e-5), True)  # type: ignore[no-untyped-call]
         if weight is not None:
             out = out * weight
         return (out if bias is None else out + bias).to(x.dtype)
@@ -83,7 +87,7 @@ class RMSNorm(RowNorm):
         x, weight, eps = given["input"], given.get("weight"), given.get("eps")
         wide = _wide(x)
         # PyTorch's default is the epsilon of the dtype in which it computes.
-        out = _Normalise.apply(wide, over, dims, count, torch.finfo(wide.dtype).eps if eps is None else eps, False)
+        out = _Normalise.apply(wide, over, dims, count, torch.finfo(wide.dtype).eps if eps is None else eps, False)  # type: ignore[no-untyped-call]
         return (out if weight is None else out * weight).to(x.dtype)
 
 
@@ -92,7 +96,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """``(x - mean) / sqrt(mean of squares + eps)`` over sharded dims; ``centred`` says whether the mean is taken off."""
+    """``(x - mean) / sqrt(mean of squares + eps)`` over sharded dims; ``centred``: whether the mean is taken off."""
 
     @staticmethod
     def forward(
@@ -108,7 +112,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         out, scale = ctx.saved_tensors
         over, dims, count, centred = ctx.args
         terms = [(grad * out).sum(dims, keepdim=True)]
@@ -139,7 +143,9 @@ class GroupNorm(StrategyOp):
         if not packed and call.arg("num_groups") % math.prod(call.info.shape[a] for a in axes) == 0:
             yield Strategy({"input": S(1), "weight": S(0), "bias": S(0)}, S(1))
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         layout = targets[call.index("input") or 0]
         groups = call.arg("num_groups") // math.prod(layout.mesh_shape[a] for a in layout.shard_order[1])
         parsed = self._parsed

@@ -16,5 +16,5 @@ def reduction_of(argument: Callable[[str, Any], Any]) -> str:
     """
     average, reduce = argument("size_average", None), argument("reduce", None)
     if average is not None or reduce is not None:
-        return _reduction.legacy_get_string(average, reduce)  # type: ignore[no-any-return]
-    return argument("reduction", "mean")  # type: ignore[no-any-return]
+        return _reduction.legacy_get_string(average, reduce)
+    return argument("reduction", "mean")

@@ -16,8 +16,10 @@ _WITH_FLAG = Signature("input, dim, unbiased, keepdim")
 
 
 class Moments(Reduction):
-    """``var``, ``std``, ``var_mean``, ``std_mean``. Over a sharded dim: two small all-reduces, the sum and then the sum of
-    squared distances from the mean; one backward.
+    """``var``, ``std``, ``var_mean``, ``std_mean``.
+
+    Over a sharded dim: two small all-reduces, the sum and then the sum of squared distances from the mean; one
+    backward.
 
     Args:
         root: whether the root is taken (``std``).
@@ -34,12 +36,14 @@ class Moments(Reduction):
     def num_outputs(self, call: Call) -> int:
         return 2 if self.mean else 1
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         over = self.over(call, targets)
         if not over:
             return None
         dims, keep, count = self.folded(call), self.keepdim(call), self.count(call)
-        root, both, bind = self.root, self.mean, self._parsed.bind
+        root, both, bind = self.root, self.mean, self._parsed.bind  # type: ignore[union-attr]
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             spread, mean = variance(x, over, dims, count, _correction(bind((x, *args), kwargs)), keep)

@@ -16,6 +16,7 @@ from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy
 from hyper_parallel.wire import norm_op
 
+from .autocast import widened
 from .extremes import local_extreme, tie_share, unfold
 
 # Parameters of the three functions, and the name of the one that is the order.
@@ -29,9 +30,9 @@ _FORMS = {
 class VectorNorm(Reduction):
     """``linalg.vector_norm``; ``torch.norm`` and ``linalg.norm`` where they are norms of vectors.
 
-    Without a gradient the ranks' norms stay pending (a p-norm of p-norms is one), so that gradient clipping, which takes
-    the norm of many tensors' norms, costs one all-reduce for all. With a gradient it is reduced inside: one all-reduce,
-    none backward (order inf: the number of ties).
+    Without a gradient the ranks' norms stay pending (a p-norm of p-norms is one), so that gradient clipping, which
+    takes the norm of many tensors' norms, costs one all-reduce for all. With a gradient it is reduced inside: one
+    all-reduce, none backward (order inf: the number of ties).
 
     Args:
         form: ``"vector"``, ``"torch"`` or ``"linalg"``: whose arguments it has.
@@ -81,7 +82,9 @@ class VectorNorm(Reduction):
             return Partial("max" if p > 0 else "min")
         return Partial(norm_op(p)) if p > 0 else Partial() if p == 0 else Replicate()
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         if self._is_matrix_norm(call):
             return None
         over = self.over(call, targets)
@@ -93,9 +96,9 @@ class VectorNorm(Reduction):
         inside = call.needs_grad[0]
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            x = x if dtype is None else x.to(dtype)
+            x = widened(x) if dtype is None else x.to(dtype)
             if inside:
-                return _Norm.apply(x, over, p, dims, keep)  # type: ignore[no-any-return]
+                return _Norm.apply(x, over, p, dims, keep)  # type: ignore[no-untyped-call]
             return local_norm(x, p, dims, keep)
 
         return local
@@ -109,10 +112,12 @@ def local_norm(x: torch.Tensor, p: float, dims: tuple[int, ...], keepdim: bool) 
 
 
 class _Norm(torch.autograd.Function):
-    """The norm over sharded dims, with PyTorch's subgradients: 0 where the norm is 0, shared among ties for order inf."""
+    """The norm over sharded dims. Subgradients are PyTorch's: 0 where it is 0, shared among ties for order inf."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, over: OverAxes, p: float, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, over: OverAxes, p: float, dims: tuple[int, ...], keepdim: bool
+    ) -> torch.Tensor:
         mine = local_norm(x, p, dims, keepdim)
         if math.isinf(p):
             out = over.extreme(mine, "max" if p > 0 else "min")
@@ -126,7 +131,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, out = ctx.saved_tensors
         over, p, dims, keepdim = ctx.args
         g, norm = over.vary(unfold(grad, dims, keepdim)), over.vary(unfold(out, dims, keepdim))

@@ -41,10 +41,14 @@ class PointwiseLoss(StrategyOp):
             left = S(d) if reduction == "none" else Replicate() if self._by_weights(call) else Partial()
             yield Strategy([shard_if_full(shape, d, out) for shape in shapes], left)
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         reduction = reduction_of(call.arg)
         shapes = [spec.shape for spec in call.inputs]
-        if reduction in ("none", "sum") or all(not layout.shard_order[d] for layout in targets for d in range(layout.ndim)):
+        if reduction in ("none", "sum") or all(
+            not layout.shard_order[d] for layout in targets for d in range(layout.ndim)
+        ):
             return None
         out = torch.Size(broadcast_shape(shapes))
         count = call.spec("input").shape[0] if reduction == "batchmean" else out.numel()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.boxes import dim_intervals
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import PackedShard, Partial
@@ -16,8 +16,11 @@ from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 
 class CumSum(StrategyOp):
-    """``cumsum``. A sharded dim: the ranks' totals are gathered (one all-gather of one slice per rank; one reduce-scatter
-    backward), and each rank adds those before it. Linear, so a pending sum passes."""
+    """``cumsum``; linear, so a pending sum passes.
+
+    A sharded dim: the ranks' totals are gathered (one all-gather of one slice per rank; one reduce-scatter backward),
+    and each rank adds those before it.
+    """
 
     signature = "input, dim, *, dtype=None"
 
@@ -25,7 +28,7 @@ class CumSum(StrategyOp):
         return [tuple(call.inputs[0].shape)]
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        dim = call.dim("dim")
+        dim = normal_dim(call.arg("dim"), len(call.inputs[0].shape))
         layout = call.inputs[0].layout
         for d in range(layout.ndim):
             packed = any(isinstance(layout.placements[a], PackedShard) for a in layout.shard_order[d])
@@ -33,12 +36,14 @@ class CumSum(StrategyOp):
                 yield Strategy([S(d)], S(d))
         yield Strategy([Partial()], Partial())
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
-        dim = call.dim("dim")
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        dim = normal_dim(call.arg("dim"), len(call.inputs[0].shape))
         over = OverAxes(targets[0], [dim] if targets[0].ndim else [])
         if not over:
             return None
-        earlier = _earlier(over, call.inputs[0].shape, dim)  # type: ignore[arg-type]
+        earlier = _earlier(over, call.inputs[0].shape, dim)
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             sums = call.func(x, *args, **kwargs)
@@ -57,5 +62,7 @@ def _earlier(over: OverAxes, shape: Sequence[int], dim: int) -> list[int]:
     coordinates = sorted(group.coordinates)
     places = {c: i for i, c in enumerate(coordinates)}
     return [
-        places[c] for c, held in zip(group.coordinates, starts, strict=True) if held and mine and held[0][0] < mine[0][0]
+        places[c]
+        for c, held in zip(group.coordinates, starts, strict=True)
+        if held and mine and held[0][0] < mine[0][0]
     ]

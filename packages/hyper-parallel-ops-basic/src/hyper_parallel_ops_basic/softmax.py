@@ -13,6 +13,7 @@ from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
+from .autocast import widened
 from .extremes import local_extreme
 
 
@@ -46,7 +47,9 @@ class Softmax(StrategyOp):
         self.dim_of(call)  # raises when it is out of range
         return (Strategy([S(d)], S(d)) for d in range(len(call.inputs[0].shape)))
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         dim = self.dim_of(call)
         over = OverAxes(targets[0], [dim] if targets[0].ndim else [])
         if not over:
@@ -56,8 +59,8 @@ class Softmax(StrategyOp):
         kind, sign = _LogSoftmax if self.log else _Softmax, self.sign
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            x = x if dtype is None else x.to(dtype)
-            return kind.apply(x if sign > 0 else -x, over, dim)
+            x = widened(x) if dtype is None else x.to(dtype)
+            return kind.apply(x if sign > 0 else -x, over, dim)  # type: ignore[no-untyped-call]
 
         return local
 
@@ -68,7 +71,8 @@ def shifted(x: torch.Tensor, over: OverAxes, dim: int | tuple[int, ...]) -> tupl
     top = over.extreme(local_extreme(x, dims, True, "max"), "max")
     top = torch.where(top.isinf(), 0, top)
     if x.dtype in (torch.float16, torch.bfloat16):
-        x, top = x.float(), top.float()
+        top = top.float()
+        return x.float().sub_(top), top
     return x - top, top
 
 
@@ -84,7 +88,7 @@ class _Softmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (out,) = ctx.saved_tensors
         over, dim = ctx.args
         inner = over.sum((grad * out).sum(dim, keepdim=True), varying=True)
@@ -103,7 +107,7 @@ class _LogSoftmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (out,) = ctx.saved_tensors
         over, dim = ctx.args
         return grad - out.exp() * over.sum(grad.sum(dim, keepdim=True), varying=True), None, None
@@ -112,13 +116,16 @@ class _LogSoftmax(torch.autograd.Function):
 class LogSumExp(Reduction):
     """``logsumexp``: two small all-reduces over sharded dims, none backward."""
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         over = self.over(call, targets)
         if not over:
             return None
         dims, keep = self.folded(call), self.keepdim(call)
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            x = widened(x)
             lower, top = shifted(x if x.is_floating_point() else x.float(), over, dims)
             total = over.sum(lower.exp().sum(dims, keepdim=True)).log() + top.detach()
             return (total if keep else total.squeeze(dims)).to(x.dtype if x.is_floating_point() else total.dtype)

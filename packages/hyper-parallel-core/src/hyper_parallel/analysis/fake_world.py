@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from hyper_parallel.mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["fake_world", "parse_mesh"]
 
@@ -76,6 +77,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for a function that would start or end the process group."""
 
 
-def fake_mesh(axes: Mapping[str, int]) -> dist.DeviceMesh:
+def fake_mesh(axes: Mapping[str, int]) -> DeviceMesh:
     """A mesh over the whole fake world."""
-    return dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -24,11 +24,12 @@ SIZE = 4
 
 # What a parameter of this name usually is, where it is no tensor of floats.
 _VALUES: dict[str, Any] = {
-    "axis0": 0, "dims": (0,), "repeats": 2, "threshold": 0.5, "axis1": -1, "chunks": 2, "destination": -1, "diagonal": 0, "dim": -1, "dim0": 0, "dim1": -1,
-    "dimension": -1, "dtype": torch.float64, "indices_or_sections": 2, "k": 2, "max": 1.0, "maxnorm": 1.0, "min": 0.0,
-    "normalized_shape": (SIZE,), "num_groups": 2, "p": 2.0, "sections": 2, "shape": (-1,), "shifts": 1, "size": (-1,),
-    "sizes": (2, 2), "source": 0, "split_size": 2, "split_size_or_sections": 2, "start": 0, "length": 2,
-    "tensor_indices_or_sections": 2, "tensor_split_sections": 2, "value": 1.0,
+    "axis0": 0, "axis1": -1, "chunks": 2, "destination": -1, "diagonal": 0, "dim": -1, "dim0": 0, "dim1": -1,
+    "dimension": -1, "dims": (0,), "dtype": torch.float64, "indices_or_sections": 2, "k": 2, "length": 2,
+    "max": 1.0, "maxnorm": 1.0, "min": 0.0, "normalized_shape": (SIZE,), "num_groups": 2, "p": 2.0, "repeats": 2,
+    "sections": 2, "shape": (-1,), "shifts": 1, "size": (-1,), "sizes": (2, 2), "source": 0, "split_size": 2,
+    "split_size_or_sections": 2, "start": 0, "tensor_indices_or_sections": 2, "tensor_split_sections": 2,
+    "threshold": 0.5, "value": 1.0,
 }  # fmt: skip
 # Functions whose useful parameters are optional, or are not told apart by their names.
 _PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -118,7 +119,7 @@ def _required_parameters(func: Callable[..., Any]) -> list[str] | None:
 
 
 def _overrides() -> dict[Callable[..., Any], Callable[..., Any]]:
-    return get_testing_overrides()  # type: ignore[no-any-return]  # torch caches it
+    return get_testing_overrides()  # cached by torch
 
 
 def _tensor(name: str, ndim: int) -> Any:

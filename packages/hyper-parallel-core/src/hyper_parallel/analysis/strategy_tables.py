@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import dispatcher
 from hyper_parallel.analysis.fake_world import fake_mesh
 from hyper_parallel.analysis.sample_calls import SampleCall, sample_calls
+from hyper_parallel.arguments import make_call
 from hyper_parallel.call import Call
 from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dtensor import wrap
@@ -18,6 +18,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp, FunctionOp
 from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.placements import Placement, Replicate, is_replicate, short
+from hyper_parallel.plan import Rule
 from hyper_parallel.spec import make_spec
 from hyper_parallel.strategy import LayoutOp, P, S, StrategyOp, _Row
 
@@ -27,8 +28,8 @@ MAX_TRIES = 200
 """Combinations of placements that are tried on a rule that decides in code."""
 
 _KINDS = (
-    (StrategyOp, "strategies", "lists what it takes on one mesh axis; inputs that are all R are always taken"),
-    (LayoutOp, "code", "decides in code; below is what it took without communication when all was tried"),
+    (StrategyOp, "strategies", "strategies for one mesh axis; inputs that are all R are always taken"),
+    (LayoutOp, "code", "decides in code; these are the ones it took, of all that were tried"),
     (FunctionOp, "function", "is a function of other operators: their rules decide"),
     (DistributedOp, "phases", "uses the three phases itself: infer_layout decides, in code"),
 )
@@ -115,7 +116,7 @@ def _call(op: LayoutOp, sample: SampleCall, placements: Any) -> Call:
 
     arguments = tuple(laid_out(value) for value in sample.arguments.values())
     name = getattr(sample.func, "__name__", op.op_name)
-    return dispatcher.make_call(op, dispatcher._Rule(sample.func, op, name), arguments, {})
+    return make_call(op, Rule(sample.func, op, name), arguments, {})
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

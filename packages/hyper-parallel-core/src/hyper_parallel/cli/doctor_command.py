@@ -11,7 +11,9 @@ from hyper_parallel.plugins import Command, default_manager
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="also start N local ranks and let them communicate")
+    parser.add_argument(
+        "--ranks", type=int, default=0, metavar="N", help="also start N local ranks and let them communicate"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -28,4 +30,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-COMMAND = Command("doctor", "check this installation: versions, devices, packages, plugins, settings", _run, _add_arguments)
+COMMAND = Command(
+    "doctor", "check this installation: versions, devices, packages, plugins, settings", _run, _add_arguments
+)

@@ -43,7 +43,8 @@ for kind in ("cuda", "npu", "xpu", "mps"):
     module = getattr(torch, kind, None)
     if module is not None and module.is_available():
         devices[kind] = module.device_count()
-print("ANSWER" + json.dumps({"version": torch.__version__, "file": torch.__file__, "backends": backends, "devices": devices}))
+facts = {"version": torch.__version__, "file": torch.__file__, "backends": backends, "devices": devices}
+print("ANSWER" + json.dumps(facts))
 """
 
 
@@ -117,7 +118,9 @@ def _torch() -> Iterator[Check]:
     if facts["backends"]:
         yield Check("backends", "ok", ", ".join(facts["backends"]))
     else:
-        yield Check("backends", "fail", "this torch has no backend of torch.distributed", fix="install another build of torch")
+        yield Check(
+            "backends", "fail", "this torch has no backend of torch.distributed", fix="install another build of torch"
+        )
 
 
 # -- packages -----------------------------------------------------------------------------------------------------
@@ -136,7 +139,11 @@ def _packages() -> Iterator[Check]:
 
 
 def _package(package: Package) -> Check:
-    where = f"{package.version}, editable from {package.project}" if package.project else f"{package.version}, {package.folder}"
+    where = (
+        f"{package.version}, editable from {package.project}"
+        if package.project
+        else f"{package.version}, {package.folder}"
+    )
     reinstall = f"{sys.executable} -m pip install -e {package.project}"
     if len(package.copies) > 1:
         return Check(
@@ -144,25 +151,34 @@ def _package(package: Package) -> Check:
             "fail",
             f"is installed {len(package.copies)} times; the first one counts",
             package.copies,
-            f"{sys.executable} -m pip uninstall {package.name}, until it says that it is not installed; then install it again",
+            f"{sys.executable} -m pip uninstall {package.name}, until it is not installed; then install it again",
         )
     if missing := package.unmet_requirements():
         return Check(
-            package.name, "fail", f"{package.version}, whose requirements are not met", missing, "install what it asks for"
+            package.name,
+            "fail",
+            f"{package.version}, whose requirements are not met",
+            missing,
+            "install what it asks for",
         )
     if package.project is None:
         return Check(package.name, "ok", where)
     if not package.project.is_dir():
-        return Check(package.name, "fail", f"{where}, which is gone", fix=f"{sys.executable} -m pip uninstall {package.name}")
+        return Check(
+            package.name, "fail", f"{where}, which is gone", fix=f"{sys.executable} -m pip uninstall {package.name}"
+        )
     declared = entry_points_of_project(package.project)
     if declared is None or declared == package.plugins:
         return Check(package.name, "ok", where)
     differences = tuple(
-        f"{name}: pyproject.toml says {declared.get(name, 'nothing')}, installed is {package.plugins.get(name, 'nothing')}"
+        f"{name}: pyproject.toml says {declared.get(name, 'nothing')}, "
+        f"installed is {package.plugins.get(name, 'nothing')}"
         for name in sorted({*declared, *package.plugins})
         if declared.get(name) != package.plugins.get(name)
     )
-    return Check(package.name, "fail", f"{where}: its entry points changed after the installation", differences, reinstall)
+    return Check(
+        package.name, "fail", f"{where}: its entry points changed after the installation", differences, reinstall
+    )
 
 
 # -- plugins and ops ----------------------------------------------------------------------------------------------
@@ -189,7 +205,11 @@ def _plugins(manager: PluginManager) -> Iterator[Check]:
 def _ops(manager: PluginManager) -> Iterator[Check]:
     registry = Registry(manager)
     names = sorted({entry.name for entry in registry.entries()})
-    yield Check("ops", "ok", f"{len(names)} names have a rule; fingerprint {registry.fingerprint()[:12]}, which all ranks must share")
+    yield Check(
+        "ops",
+        "ok",
+        f"{len(names)} names have a rule; fingerprint {registry.fingerprint()[:12]}, which all ranks must share",
+    )
     for name in names:
         try:
             registry.chosen(name)
@@ -230,4 +250,3 @@ def _sum_of_ranks() -> int:
     mine = torch.tensor([dist.get_rank()])
     dist.all_reduce(mine)
     return int(mine)
-

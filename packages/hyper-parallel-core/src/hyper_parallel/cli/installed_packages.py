@@ -1,7 +1,8 @@
-"""The installed packages that concern us: core, those that bring a plugin, and torch; and whether each is what it says."""
+"""The installed packages that concern us, core and those that bring a plugin, and whether each is what it says."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ class Package:
     requires: tuple[str, ...] = field(repr=False, default=())
 
     def unmet_requirements(self) -> tuple[str, ...]:
-        """What it requires and is not there in that version; nothing when the package ``packaging`` is not installed."""
+        """What it requires and is not there in that version; nothing when ``packaging`` is not installed."""
         try:
             from packaging.requirements import Requirement
         except ImportError:
@@ -73,7 +74,7 @@ def packages_of_interest() -> list[Package]:
 def entry_points_of_project(project: Path) -> dict[str, str] | None:
     """The plugins that a source folder's pyproject.toml declares; None when this cannot be told."""
     try:
-        import tomllib
+        tomllib = importlib.import_module("tomllib")
     except ImportError:  # Python 3.10
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import sys
 
 from hyper_parallel.cli.reporting import print_json, print_table
@@ -16,10 +17,18 @@ from hyper_parallel.registry import Registry
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="an op name, for all about this op")
+    parser.add_argument(
+        "--import",
+        dest="module",
+        metavar="MODULE",
+        help="import this first, as the module that defines a torch.ops operator",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.module is not None:
+        importlib.import_module(arguments.module)
     registry = Registry(default_manager())
     entries = registry.entries(arguments.name)
     if arguments.name is not None and not entries:

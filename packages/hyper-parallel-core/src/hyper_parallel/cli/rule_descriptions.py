@@ -32,14 +32,16 @@ class RuleDescription:
         """Indented lines."""
         lines = [f"  rule      {self.text}"]
         if self.tables:
-            lines.append(f"            for each mesh axis; {LEGEND}")
+            lines.append(f"            {LEGEND}")
         for table in self.tables:
             outputs = max(len(gives) for _, gives in table.rows)
             names = ["result"] if outputs == 1 else [f"result {i}" for i in range(outputs)]
             rows = [(*table.inputs, "", *names), *((*takes, "->", *gives) for takes, gives in table.rows)]
             widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
             lines += ["", f"    {table.call}"]
-            lines += ["      " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in rows]
+            lines += [
+                "      " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in rows
+            ]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def described_rules(entries: Sequence[OpEntry]) -> list[RuleDescription]:
 
 
 def _described(entry: OpEntry) -> RuleDescription:
+    from hyper_parallel.analysis.sample_calls import functions_of
     from hyper_parallel.analysis.strategy_tables import kind_of, strategy_tables
     from hyper_parallel.errors import PluginError
 
@@ -77,7 +80,12 @@ def _described(entry: OpEntry) -> RuleDescription:
         return RuleDescription("unknown", f"cannot be used: {error}")
     tables = strategy_tables(entry)
     if not tables and kind in ("strategies", "code"):
-        text = f"{text.partition(';')[0]}; no sample call could be made up from its signature"
+        why = (
+            "no sample call could be made up from its signature"
+            if functions_of(entry.name)
+            else f"nobody has defined {entry.name}: --import the module that does"
+        )
+        text = f"{text.partition(';')[0]}; {why}"
     return RuleDescription(kind, text, tables)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from hyper_parallel.call import Call
+from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
@@ -20,7 +21,7 @@ class Elementwise(StrategyOp):
     Args:
         linear: how a pending sum passes.
             ``"no"``: not at all (``exp``, ``add`` of a number).
-            ``"sum"``: when every tensor is pending (``add``, ``sub``; never with a Python number).
+            ``"sum"``: when every tensor is pending (``add``, ``sub``); a Python number is then added on one rank only.
             ``"each"``: one tensor may be pending (``mul``).
             ``"first"``: the first tensor may be pending (``neg``, ``div``, casts).
         outputs: number of output tensors.
@@ -47,10 +48,20 @@ class Elementwise(StrategyOp):
     def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
         return [broadcast_shape([spec.shape for spec in call.inputs])] * self.outputs
 
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        if self.linear != "sum" or not any(map(_is_number, call.args)):
+            return None
+        # A number is a term of the sum: it counts once over the ranks that hold terms (of an average: on every rank).
+        here = targets[0].info.my_coordinate()
+        if all(here[axis] == 0 for axis, p in enumerate(targets[0].placements) if p == P):
+            return None
+        func = call.func
+        return lambda *args, **kwargs: func(*(type(a)(0) if _is_number(a) else a for a in args), **kwargs)
+
     def _pending(self, call: Call, count: int) -> Iterable[Strategy]:
         """Rows for pending sums (and averages, which are sums of a fraction)."""
         for p in (P, Partial("avg")):
-            if self.linear == "sum" and not _has_number(call):
+            if self.linear == "sum":
                 yield Strategy([p] * count, p)
             elif self.linear == "each":
                 for i in range(count):
@@ -72,6 +83,5 @@ def shard_if_full(shape: Any, d: int, out: tuple[int, ...]) -> Any:
     return S(own) if own >= 0 and shape[own] == out[d] else R
 
 
-def _has_number(call: Call) -> bool:
-    """Whether a term of the sum is a Python number, which is no pending sum."""
-    return any(isinstance(a, (int, float, complex)) and not isinstance(a, bool) for a in call.args)
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)

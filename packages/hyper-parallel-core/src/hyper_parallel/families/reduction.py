@@ -12,7 +12,7 @@ from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate
-from hyper_parallel.strategy import Strategy, StrategyOp, S
+from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 __all__ = ["Mean", "Product", "Reduction", "Sum"]
 
@@ -20,8 +20,8 @@ __all__ = ["Mean", "Product", "Reduction", "Sum"]
 class Reduction(StrategyOp):
     """One tensor, some of whose dims are folded; the others may be sharded freely.
 
-    A subclass says in :meth:`folded_output` what a shard of a folded dim leaves on its mesh axis: a pending reduction, or
-    Replicate when the local function reduces inside (see :meth:`over`).
+    A subclass says in :meth:`folded_output` what a shard of a folded dim leaves on its mesh axis: a pending reduction,
+    or Replicate when the local function reduces inside (see :meth:`over`).
     """
 
     signature = "input, dim=None, keepdim=False, *, dtype=None, axis=None, keepdims=None"
@@ -109,7 +109,9 @@ class Mean(Reduction):
     def pending(self, call: Call) -> Iterable[Strategy]:
         return linear_rows(call)
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         if not self.over(call, targets):
             return None
         dims, keep, count, dtype = self.folded(call), self.keepdim(call), self.count(call), call.arg("dtype")
@@ -131,7 +133,9 @@ class Product(Reduction):
     def folded_output(self, call: Call) -> Placement:
         return Replicate() if call.needs_grad[0] else Partial("product")
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         over = self.over(call, targets)
         if not over or not call.needs_grad[0]:
             return None

@@ -72,10 +72,10 @@ class Reshape(LayoutOp):
 
 def global_shape(call: Call) -> tuple[int, ...]:
     """Output shape of the call's function on meta tensors."""
-    from hyper_parallel.dispatcher import _meta
+    from hyper_parallel.plan import meta_arguments
 
     with torch.no_grad():
-        return tuple(call.func(*_meta(call.args), **{k: _meta(v) for k, v in call.kwargs.items()}).shape)
+        return tuple(call.func(*meta_arguments(call.args), **{k: meta_arguments(v) for k, v in call.kwargs.items()}).shape)
 
 
 def _view_as_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:

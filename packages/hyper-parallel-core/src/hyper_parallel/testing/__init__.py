@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from hyper_parallel.testing.conformance import ConformanceError, OpConformance, check_op
     from hyper_parallel.testing.failures import NotSendableError, RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
     from hyper_parallel.testing.inputs import sample, tensor
-    from hyper_parallel.testing.placing import make
+    from hyper_parallel.testing.placing import make, mesh_of
+    from hyper_parallel.testing.plugin_contract import PluginContract
     from hyper_parallel.testing.pool import WorkerPool
     from hyper_parallel.testing.pool_set import PoolSet
 
@@ -23,6 +24,7 @@ __all__ = [
     "NotSendableError",
     "OpConformance",
     "OpUnderTest",
+    "PluginContract",
     "PoolSet",
     "RankFailure",
     "RanksFailed",
@@ -31,6 +33,7 @@ __all__ = [
     "WorkerPool",
     "check_op",
     "make",
+    "mesh_of",
     "sample",
     "tensor",
 ]
@@ -40,6 +43,7 @@ _HOMES = {
     "NotSendableError": "failures",
     "OpConformance": "conformance",
     "OpUnderTest": "case_runner",
+    "PluginContract": "plugin_contract",
     "PoolSet": "pool_set",
     "RankFailure": "failures",
     "RanksFailed": "failures",
@@ -48,6 +52,7 @@ _HOMES = {
     "WorkerPool": "pool",
     "check_op": "conformance",
     "make": "placing",
+    "mesh_of": "placing",
     "sample": "inputs",
     "tensor": "inputs",
 }

@@ -9,17 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest, Problem
 from hyper_parallel.testing.inputs import Sample
 from hyper_parallel.testing.layouts import Case, Placed
-from hyper_parallel.testing.placing import make
+from hyper_parallel.testing.placing import make, mesh_of
 from hyper_parallel.testing.reproduction import title
 from hyper_parallel.testing.strategy_rows import Row, rows_of
 from hyper_parallel.testing.writing_forms import InPlaceRunner, OutRunner
@@ -41,17 +40,6 @@ class CaseFailed(AssertionError):
     """A case ended in an exception that is no refusal. ``str()`` names the case."""
 
 
-def mesh_names(shape: Sequence[int]) -> tuple[str, ...]:
-    """Axis names of the kit's meshes."""
-    return ("dp", "tp")[-len(shape) :]
-
-
-@cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """The mesh of this shape over all ranks, made once per process."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=mesh_names(shape))
-
-
 def check_layouts(
     op: OpUnderTest,
     sample: Sample,
@@ -61,7 +49,7 @@ def check_layouts(
     limit: int,
     form: str = "layouts",
 ) -> Outcome:
-    """Run every listed strategy (at most ``limit`` combinations of them) and every case.
+    """Run every listed strategy (on two axes ``limit // 2`` pairs of them) and every case.
 
     Args:
         form: ``"layouts"``, ``"inplace"`` or ``"out"``: in which form the operator is called.
@@ -69,7 +57,9 @@ def check_layouts(
     mesh = mesh_of(mesh_shape)
     strategies: list[Case] = []
     if form == "layouts":
-        strategies = strategy_cases(rows_of(op.func, sample, _replicas(sample, values, mesh)), sample, mesh.ndim, limit)
+        strategies = strategy_cases(
+            rows_of(op.func, sample, _replicas(sample, values, mesh)), sample, mesh.ndim, limit // 2
+        )
     outcome = Outcome()
     for case in (*strategies, *cases):
         running = RUNNERS[form](op, sample, values, mesh, case)
@@ -84,12 +74,11 @@ def check_layouts(
 
 
 def strategy_cases(rows: Sequence[Row], sample: Sample, mesh_ndim: int, limit: int) -> list[Case]:
-    """A case per strategy on a 1-D mesh, per pair of strategies on a 2-D mesh; ``limit`` of them when there are more."""
-    combinations = (
-        [(row,) for row in rows] if mesh_ndim == 1 else [(a, b) for a in rows for b in rows if _can_join(a, b)]
-    )
-    if len(combinations) > limit and mesh_ndim > 1:
-        combinations = random.Random(0).sample(combinations, limit)
+    """A case per strategy on a 1-D mesh, on a 2-D mesh per pair of strategies (``limit`` pairs when there are more)."""
+    combinations: list[tuple[Row, ...]] = [(row,) for row in rows]
+    if mesh_ndim == 2:
+        pairs = [(a, b) for a in rows for b in rows if _can_join(a, b)]
+        combinations = list(random.Random(0).sample(pairs, min(limit, len(pairs))))
     found = []
     for combination in combinations:
         only_sums = all(not isinstance(p, Partial) or p.reduce_op == "sum" for row in combination for p in row.inputs)

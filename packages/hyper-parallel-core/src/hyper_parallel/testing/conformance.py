@@ -22,10 +22,11 @@ import pytest
 import torch
 
 from hyper_parallel.testing.case_runner import OpUnderTest
-from hyper_parallel.testing.checking import Outcome, check_layouts, mesh_names
+from hyper_parallel.testing.checking import Outcome, check_layouts
 from hyper_parallel.testing.failures import RanksFailed
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported, sample
 from hyper_parallel.testing.layouts import Case, draw_cases
+from hyper_parallel.testing.placing import mesh_names
 from hyper_parallel.testing.reproduction import reproduction, title
 
 Ranks = Callable[..., list[Any]]
@@ -52,7 +53,8 @@ class OpConformance:
         meshes: shapes of the meshes, of one or two axes.
         max_layouts: cases per sample and mesh, strategies not counted.
         unsupported: given the layouts of the tensor inputs, whether a ValueError is required.
-        max_collectives: given these layouts, how often each collective may run in the forward under the default policy.
+        max_collectives: how often each collective may run in the forward under the default policy, or a function that
+            says so for given layouts; what is not named may not run.
         gaps: known failures: patterns of test ids (``"5x3-*-2x2"``) and the reason. They are strict xfails.
         rtol, atol: tolerances; by default 1e-9 for float64, 1e-5 for float32, 2e-2 below.
     """
@@ -130,7 +132,7 @@ def check_op(
     declared: OpUnderTest | None = None,
     **kwargs: Any,
 ) -> None:
-    """Check ``func`` on one sample call, inside a test of your own: ``check_op(ranks, F.softmax, tensor(4, 6), dim=0)``.
+    """Check ``func`` on one sample call, inside a test: ``check_op(ranks, F.softmax, tensor(4, 6), dim=0)``.
 
     Args:
         ranks: the fixture of that name.
@@ -194,9 +196,10 @@ def _check_class(
     return check_layouts(op, owner.samples[index], values, mesh, cases, owner.max_layouts, form)
 
 
-def _inplace_form(inplace: Any) -> Callable[..., Any]:
-    if not isinstance(inplace, str):
-        return inplace  # type: ignore[no-any-return]
+def _inplace_form(inplace: str | Callable[..., Any] | None) -> Callable[..., Any]:
+    if callable(inplace):
+        return inplace
+    assert inplace is not None
     return lambda target, *args, **kwargs: getattr(target, inplace)(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hyper_parallel.layout import Layout
 
 Unsupported = Callable[[Sequence["Layout"]], bool]
-MaxCollectives = Callable[[Sequence["Layout"]], Mapping[str, int]]
+MaxCollectives = Mapping[str, int] | Callable[[Sequence["Layout"]], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class TensorInput:
         if self.dtype is torch.bool:
             return torch.randint(0, 2, self.shape, generator=generator).bool()
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            low, high = 0 if self.low is None else int(self.low), 5 if self.high is None else int(self.high)
-            return torch.randint(low, high, self.shape, generator=generator, dtype=self.dtype)
+            first, stop = 0 if self.low is None else int(self.low), 5 if self.high is None else int(self.high)
+            return torch.randint(first, stop, self.shape, generator=generator, dtype=self.dtype)
         if self.low is None and self.high is None:
             return torch.randn(self.shape, generator=generator, dtype=self.dtype)
         low, high = self.low or 0.0, 1.0 if self.high is None else self.high
@@ -74,7 +74,8 @@ class Sample:
         name: for the test id; by default made from the arguments.
         gap: reason why this sample is known to fail (a strict xfail).
         unsupported: given the layouts of the tensor inputs, whether the operator must refuse them.
-        max_collectives: given the layouts of the tensor inputs, how often each collective may run in the forward.
+        max_collectives: how often each collective may run in the forward, or a function that says so for the layouts of
+            the tensor inputs.
     """
 
     args: tuple[Any, ...]

@@ -126,7 +126,7 @@ def _some(
 
 
 def _counterpart(first: Placed, shape: Sequence[int], other: Sequence[int], options: Sequence[Placed]) -> Placed:
-    """The layout of another operand that goes with ``first`` when dims are aligned from the right, as in broadcasting."""
+    """The layout of another operand that goes with ``first``, with dims aligned from the right as they broadcast."""
 
     def moved(placement: Placement) -> Placement:
         if not isinstance(placement, Shard):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,12 +12,23 @@ import torch
 from hyper_parallel.boxes import box
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout, as_layout
-from hyper_parallel.mesh import DeviceMesh
+from hyper_parallel.mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.placements import Partial, Placement
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.wire import norm_order
 
-__all__ = ["make", "piece_of"]
+__all__ = ["make", "mesh_names", "mesh_of", "piece_of"]
+
+
+def mesh_names(shape: Sequence[int]) -> tuple[str, ...]:
+    """Axis names of the kit's meshes."""
+    return ("pp", "dp", "tp")[-len(shape) :]
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """A mesh of this shape over all ranks, named as in ``mesh_names``; made once per process, as groups are costly."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=mesh_names(shape))
 
 
 def make(
@@ -105,4 +117,4 @@ def _dim_order(value: torch.Tensor) -> list[int]:
     """Dims from the outermost to the innermost in memory."""
     if value.is_contiguous():
         return list(range(value.ndim))
-    return sorted(range(value.ndim), key=lambda d: (-value.stride(d), d))
+    return sorted(range(value.ndim), key=lambda d: (-value.stride()[d], d))

@@ -10,8 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hyper_parallel import dispatcher
+from hyper_parallel.arguments import make_call
 from hyper_parallel.call import Call
+from hyper_parallel.dispatcher import known_rule
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.placements import Placement, Replicate, short
 from hyper_parallel.strategy import Strategy, StrategyOp
@@ -46,10 +47,10 @@ class CallRecorder(TorchFunctionMode):
         used = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if len(used) != len(tensors) or any(a is not b for a, b in zip(used, tensors, strict=True)):
             return None
-        rule = dispatcher._rules.get(func)  # made by the call
-        if not isinstance(rule, dispatcher._Rule) or not isinstance(rule.op, StrategyOp):
+        rule = known_rule(func)  # made by the call
+        if rule is None or not isinstance(rule.op, StrategyOp):
             return None
-        return rule.op, dispatcher.make_call(rule.op, rule, args, kwargs)
+        return rule.op, make_call(rule.op, rule, args, kwargs)
 
 
 def rows_of(func: Callable[..., Any], sample: Sample, tensors: Sequence[DTensor]) -> list[Row]:

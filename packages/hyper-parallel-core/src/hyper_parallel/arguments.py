@@ -1,0 +1,144 @@
+"""The arguments of a call: their local forms, the call as rules see it, and plain tensors that meet DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hyper_parallel.call import Call, Ref
+from hyper_parallel.context import state
+from hyper_parallel.dtensor import DTensor, wrap
+from hyper_parallel.layout import Layout
+from hyper_parallel.op import DistributedOp
+from hyper_parallel.spec import Spec, make_spec
+
+if TYPE_CHECKING:
+    from hyper_parallel.plan import Rule
+
+
+def local_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with local tensors in the place of DTensors."""
+    return tuple(_local(a) for a in args), {k: _local(v) for k, v in kwargs.items()}
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._resolve()
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_local(v) for v in value)
+    return value
+
+
+def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    local_args, local_kwargs = local_arguments(args, kwargs)
+    return func(*local_args, **local_kwargs)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(map_tensors(v, change) for v in value)
+    return value
+
+
+# -- the call as rules see it ------------------------------------------------------------------------------------
+
+
+def make_call(op: DistributedOp, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call as rules see it."""
+    inputs: list[Spec] = []
+    needs_grad: list[bool] = []
+    grad = torch.is_grad_enabled()
+
+    def note(spec: Spec, local: torch.Tensor) -> Ref:
+        inputs.append(spec)
+        needs_grad.append(grad and local.requires_grad)
+        return Ref(len(inputs) - 1, spec)
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return note(value._spec, value._resolve())
+        if isinstance(value, torch.Tensor):
+            return note(replica_spec(value, first_dtensor(args, kwargs).layout), value)
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)(seen(v) for v in value)
+        return value
+
+    seen_args = tuple(seen(a) for a in args)
+    seen_kwargs = {name: seen(value) for name, value in kwargs.items()}
+    func = rule.func if rule else getattr(torch, op.op_name, None)
+    call = Call(
+        func,  # type: ignore[arg-type]
+        rule.name if rule else op.op_name,
+        seen_args,
+        seen_kwargs,
+        inputs,
+        needs_grad,
+        state.mode,
+        getattr(op, "_parsed", None),
+        bool(rule and rule.inplace),
+    )
+    return call
+
+
+def make_call_of(tensors: Sequence[DTensor]) -> Call:
+    """A call of no operator in particular on these tensors."""
+    grad = torch.is_grad_enabled()
+    specs = [t._spec for t in tensors]
+    needs_grad = [grad and t._resolve().requires_grad for t in tensors]
+    return Call(torch.clone, "custom_shard", (), {}, specs, needs_grad, state.mode, None, False)
+
+
+# -- plain tensors ------------------------------------------------------------------------------------------------
+
+
+def first_dtensor(args: Any, kwargs: dict[str, Any]) -> DTensor:
+    """The DTensor whose mesh plain tensors join."""
+    found: list[DTensor] = []
+    for value in (*args, *kwargs.values()):
+        map_tensors(value, lambda t: found.append(t) if isinstance(t, DTensor) else None)
+        if found:
+            break
+    return found[0]
+
+
+def counts_as_replica(tensor: torch.Tensor, grad: bool) -> bool:
+    """Whether a plain tensor may meet DTensors: a number (0-dim, no gradient), or any inside implicit_replication."""
+    return state.mode.replicate_plain or (tensor.ndim == 0 and not (grad and tensor.requires_grad))
+
+
+def replica_spec(tensor: torch.Tensor, layout: Layout) -> Spec:
+    """The spec of a plain tensor that is the same on all ranks of a mesh."""
+    return make_spec(layout.replicated(tensor.ndim), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def lifted(name: str, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments with plain tensors as Replicate DTensors.
+
+    Raises:
+        TypeError: for a plain tensor that does not count as one; arguments read only for shape, dtype or device always do.
+    """
+    near = first_dtensor(args, kwargs)
+    grad = torch.is_grad_enabled()
+    unread = getattr(op, "uncounted", ())
+
+    def lift(tensor: torch.Tensor) -> DTensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        if not counts_as_replica(tensor, grad):
+            raise TypeError(
+                f"{name}: a plain tensor of shape {tuple(tensor.shape)} is mixed with a DTensor of shape "
+                f"{tuple(near.shape)}, {near.layout}. Say how it is laid out: distribute_tensor(tensor, mesh, placements) "
+                "or DTensor.from_local(...); or, when every rank holds the same values, run inside "
+                "`with hyper_parallel.implicit_replication():`"
+            )
+        return replica(tensor)
+
+    def replica(tensor: torch.Tensor) -> DTensor:
+        return tensor if isinstance(tensor, DTensor) else wrap(tensor, replica_spec(tensor, near.layout))
+
+    new_args = tuple(map_tensors(a, replica if i in unread else lift) for i, a in enumerate(args))
+    return new_args, {key: map_tensors(value, lift) for key, value in kwargs.items()}

@@ -1,0 +1,43 @@
+"""Apply the redistributions that a plan asks for to the arguments of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.arguments import first_dtensor, map_tensors, replica_spec
+from hyper_parallel.dtensor import DTensor, remembered, wrap
+from hyper_parallel.in_place import vary_in_place
+from hyper_parallel.plan import Plan
+
+
+def _as_dtensor(tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
+    if isinstance(tensor, DTensor):
+        return tensor
+    return wrap(tensor, replica_spec(tensor, first_dtensor(args, kwargs).layout))
+
+
+def changed(args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, inplace: bool) -> tuple[Any, Any]:
+    """The arguments with the plan's redistributions applied to the DTensors."""
+    if not kwargs and not inplace and plan.flat:
+        # Input index and argument position are the same: no nested tensors before them.
+        flat = list(args)
+        for index, layout, varying in plan.changes or ():
+            flat[index] = remembered(_as_dtensor(flat[index], args, kwargs), layout, varying)
+        return flat, kwargs
+    changes = {index: (layout, varying) for index, layout, varying in plan.changes or ()}
+    counter = iter(range(1 << 30))
+
+    def change(tensor: torch.Tensor) -> Any:
+        index = next(counter)
+        found = changes.get(index)
+        if found is None:
+            return tensor
+        if inplace and index == 0:
+            return vary_in_place(tensor, found[1])  # type: ignore[arg-type]
+        return remembered(_as_dtensor(tensor, args, kwargs), *found)
+
+    new_args = tuple(map_tensors(a, change) for a in args)
+    return new_args, {name: map_tensors(value, change) for name, value in kwargs.items()}

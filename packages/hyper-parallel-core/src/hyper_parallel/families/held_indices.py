@@ -1,0 +1,68 @@
+"""Global indices of a sharded dimension on the rank that holds only some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.layout import Layout
+
+
+class HeldIndices:
+    """The part of one dimension that this rank holds.
+
+    Args:
+        layout: of the tensor that is indexed.
+        shape: its global shape.
+        dim: the dimension that the indices mean.
+    """
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], dim: int) -> None:
+        self.dim = dim
+        self.intervals = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
+
+    def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions in the local tensor, and which of them mean anything: the others are held elsewhere."""
+        positions, held = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+        offset = 0
+        for start, stop in self.intervals:
+            here = (index >= start) & (index < stop)
+            positions = torch.where(here, index - start + offset, positions)
+            held = held | here
+            offset += stop - start
+        return positions, held
+
+    def position(self, index: int) -> int | None:
+        """Local position of one index; None when another rank holds it."""
+        offset = 0
+        for start, stop in self.intervals:
+            if start <= index < stop:
+                return index - start + offset
+            offset += stop - start
+        return None
+
+    def read(self, x: torch.Tensor, index: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``take(x, positions)`` with harmless positions where another rank holds the index, and which are held.
+
+        Every rank computes on its piece, an empty one too, so that all take part in the backward pass.
+        """
+        positions, held = self.find(index)
+        if x.shape[self.dim] == 0:
+            x = one_row_more(x, self.dim)
+        return take(x, positions), held
+
+    def write(self, x: torch.Tensor, index: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``put(x, positions)`` on the piece with one row more, which takes what belongs to other ranks."""
+        positions, held = self.find(index)
+        size = x.shape[self.dim]
+        positions = positions.masked_fill(~held, size)
+        return put(one_row_more(x, self.dim), positions).narrow(self.dim, 0, size)
+
+
+def one_row_more(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x`` with a row of zeros at the end of ``dim``."""
+    row = list(x.shape)
+    row[dim] = 1
+    return torch.cat([x, x.new_zeros(row)], dim)

@@ -1,0 +1,99 @@
+"""Operators that write their first argument: the DTensor keeps its identity and placements, and may turn varying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel import autograd_bridge
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.plan import Plan, finish
+from hyper_parallel.redistribute import transition
+from hyper_parallel.spec import dual
+
+
+def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    """Write the target's local tensor; the target keeps its identity and placements, and may turn varying."""
+    target = args[0]
+    if isinstance(target, (list, tuple)):  # foreach and fused operators
+        for tensor in target:
+            before_write(tensor)
+        plan.call(*local_args, **local_kwargs)
+        return None
+    before_write(target)
+    before = local_args[0].requires_grad
+    out = plan.call(*local_args, **local_kwargs)
+    if plan.unfinished is not None:
+        finish(plan, out)
+    spec = plan.spec or plan.specs[0] if plan.specs else None
+    if spec is not None and spec.varying != target._spec.varying:
+        _flag_varying(target, spec.varying)
+    if local_args[0].requires_grad and not before:
+        autograd_bridge.set_wrapper_requires_grad(target, True)
+    return target
+
+
+def note_base(view: DTensor, base: DTensor, copied_by: str | None) -> None:
+    """Whose view a view is; with ``copied_by``, that it is none because its input had to be redistributed."""
+    if copied_by is not None:
+        view._copied_by = copied_by
+    else:
+        view._base_dtensor = _root(base) if isinstance(base, DTensor) else None
+
+
+def _root(tensor: DTensor) -> DTensor:
+    """The DTensor of which this one is a view; itself when it is none."""
+    return tensor if tensor._base_dtensor is None else tensor._base_dtensor
+
+
+def before_write(target: DTensor) -> None:
+    """What comes before every in-place write to a DTensor.
+
+    Raises:
+        RuntimeError: the target is a redistributed copy where PyTorch would have a view, so the write would be lost.
+    """
+    root = _root(target)
+    if root._tracked is not None:  # a write through .data, which the version counter does not see
+        root._tracked._memo = None
+    autograd_bridge.before_write(target)
+    if root is not target:
+        autograd_bridge.before_write(root)
+    name = root._copied_by
+    if name is not None:
+        raise RuntimeError(
+            f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write would be "
+            "lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy is to change"
+        )
+
+
+def _flag_varying(target: DTensor, varying: frozenset[int]) -> None:
+    for tensor in {id(t): t for t in (target, target._base_dtensor) if t is not None}.values():
+        tensor._spec = tensor._spec.replace(varying=tensor._spec.varying | varying)
+
+
+class _VaryInPlace(torch.autograd.Function):
+    """A local tensor turns varying where it is; views of it follow."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, old: Any, new: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.args = (old, new, shape)
+        ctx.mark_dirty(local)
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        old, new, shape = ctx.args
+        return transition(grad, dual(*new), dual(*old), shape), None, None, None
+
+
+def vary_in_place(target: DTensor, varying: frozenset[int]) -> DTensor:
+    """Turn the target of an in-place operator (and the tensor it is a view of) varying."""
+    root = _root(target)
+    old = root._spec
+    if root._resolve().requires_grad:
+        layout = old.layout
+        _VaryInPlace.apply(root._local, (layout, old.varying), (layout, old.varying | varying), tuple(old.shape))
+    _flag_varying(target, varying)
+    return target

@@ -1,0 +1,60 @@
+"""Inputs on several meshes: a tensor that is Replicate over a mesh's extra axes may join an operator on a sub-mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.arguments import map_tensors
+from hyper_parallel.call import Call, refuse
+from hyper_parallel.dtensor import DTensor, remembered, wrap
+from hyper_parallel.layout import Layout
+from hyper_parallel.mesh import MeshInfo
+from hyper_parallel.placements import is_replicate
+
+
+def common_mesh(call: Call) -> MeshInfo | None:
+    """The sub-mesh on which inputs from different meshes meet; None when all are on one mesh.
+
+    Raises:
+        RedistributionError: when one is not part of the other, or an input is sharded or pending over the extra axes.
+    """
+    infos = {spec.layout.info for spec in call.inputs}
+    if len(infos) == 1:
+        return None
+    smallest = min(infos, key=lambda info: info.ndim)
+    for index, spec in enumerate(call.inputs):
+        layout = spec.layout
+        extra = layout.info.axes_beyond(smallest)
+        if extra is None or not all(is_replicate(layout.placements[a]) for a in extra):
+            raise refuse(
+                call,
+                f"the inputs are on different meshes: {smallest!r}, and input {index} on {layout.info!r}",
+                "build them on one mesh; a tensor on a larger mesh can join an operator on a sub-mesh of it (mesh['tp']) when it "
+                "is Replicate over the other axes",
+            )
+    return smallest
+
+
+def on_mesh(args: Sequence[Any], kwargs: dict[str, Any], info: MeshInfo) -> tuple[Any, Any]:
+    def change(tensor: torch.Tensor) -> Any:
+        return to_sub_mesh(tensor, info) if isinstance(tensor, DTensor) else tensor
+
+    return tuple(map_tensors(a, change) for a in args), {k: map_tensors(v, change) for k, v in kwargs.items()}
+
+
+def to_sub_mesh(tensor: DTensor, info: MeshInfo) -> DTensor:
+    """A tensor that is Replicate over a mesh's extra axes, on the sub-mesh: every sub-mesh gets its copy, and the gradients
+    of the copies are summed."""
+    layout = tensor.layout
+    extra = layout.info.axes_beyond(info)
+    if not extra:
+        return tensor
+    copies = remembered(tensor, layout, tensor._spec.varying | frozenset(extra))
+    axes = [layout.info.names.index(name) for name in info.names]
+    order = {d: [axes.index(a) for a in by] for d, by in enumerate(layout.shard_order) if by}
+    inner = Layout.from_placements(info.mesh, [layout.placements[a] for a in axes], ndim=layout.ndim, shard_order=order)
+    varying = frozenset(axes.index(a) for a in tensor._spec.varying if a in axes)
+    return wrap(copies._resolve(), tensor._spec.replace(layout=inner, varying=varying))

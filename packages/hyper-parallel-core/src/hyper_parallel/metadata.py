@@ -1,0 +1,64 @@
+"""Functions that need no rule: questions that the wrapper's own metadata answers, and autograd's entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel import autograd_bridge
+from hyper_parallel.dtensor import DTensor
+
+
+def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A question that the wrapper's own metadata answers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+_METADATA_NAMES = (
+    "is_floating_point is_complex is_contiguous is_signed is_pinned is_shared is_inference is_conj is_neg is_coalesced "
+    "element_size storage_offset get_device numel nelement ndimension dense_dim sparse_dim is_set_to is_same_size "
+    "has_names _is_view is_distributed __dir__ result_type"
+).split()
+_METADATA_PROPERTIES = (
+    "is_sparse is_sparse_csr is_cpu is_cuda is_meta is_quantized is_mkldnn is_xpu is_mps is_nested itemsize nbytes names "
+    "output_nr is_npu is_mtia is_ipu is_vulkan is_xla is_maia name volatile grad_dtype"
+).split()
+
+
+def _metadata_functions() -> set[Any]:
+    found = {getattr(owner, name) for name in _METADATA_NAMES for owner in (torch, torch.Tensor) if hasattr(owner, name)}
+    for name in _METADATA_PROPERTIES:
+        descriptor = getattr(torch.Tensor, name, None)
+        if hasattr(descriptor, "__get__"):
+            found.add(descriptor.__get__)  # type: ignore[union-attr]
+    return found
+
+
+_METADATA = _metadata_functions()
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.autograd.backward: lambda func, args, kwargs: autograd_bridge.backward(*args, **kwargs),
+    torch.autograd.grad: lambda func, args, kwargs: autograd_bridge.grad(*args, **kwargs),
+    torch.Tensor._version.__get__: lambda func, args, kwargs: args[0]._resolve()._version,  # type: ignore[attr-defined]
+    torch.Tensor._base.__get__: lambda func, args, kwargs: args[0]._base_dtensor,  # type: ignore[attr-defined]
+    torch.Tensor._backward_hooks.__get__: lambda func, args, kwargs: None,  # type: ignore[attr-defined]
+    torch.Tensor._backward_hooks.__set__: _on_wrapper,  # type: ignore[attr-defined]
+    torch.Tensor.type: lambda func, args, kwargs: _type(*args, **kwargs),
+}
+
+
+def _type(tensor: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    if dtype is None:
+        return tensor._local.type()
+    return tensor.to(dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
+
+
+def handler_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    try:
+        if func in _METADATA:
+            return _on_wrapper
+        return _SPECIAL.get(func)
+    except TypeError:  # unhashable
+        return None

@@ -1,0 +1,228 @@
+"""What a cache miss makes: from a rule's decision to a plan for all calls alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.arguments import make_call, make_call_of
+from hyper_parallel.call import Call, Ref, Solution
+from hyper_parallel.dtensor import DTensor, wrap
+from hyper_parallel.layout import Layout
+from hyper_parallel.mesh import MeshInfo
+from hyper_parallel.meshes import common_mesh
+from hyper_parallel.op import DistributedOp
+from hyper_parallel.placements import is_replicate
+from hyper_parallel.spec import NOT_VARYING, Spec, make_spec, stride_like
+
+CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
+
+
+class Rule:
+    """One torch function and the rule that serves it, with the plans made so far."""
+
+    __slots__ = ("by_value", "cache", "func", "generic", "grad_placements", "inplace", "name", "op", "parsed")
+
+    def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
+        from hyper_parallel.strategy import LayoutOp
+
+        self.func, self.op, self.name = func, op, name
+        self.generic = not isinstance(op, LayoutOp)
+        # 0: numbers do not matter; 1: ints do; 2: floats too.
+        self.by_value = 1 if self.generic else 2 if op.floats_matter else int(op.scalars_matter)  # type: ignore[attr-defined]
+        self.parsed = None if self.generic else op._parsed  # type: ignore[attr-defined]
+        self.inplace = is_inplace(name)
+        self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
+        self.cache: dict[tuple[Any, ...], Plan] = {}
+
+
+class Plan:
+    """What one cache entry says.
+
+    Attributes:
+        call: function for the local arguments.
+        spec: of the single tensor output; None when ``specs`` or ``inplace`` says otherwise.
+        specs: of several outputs, None for those that are no tensors.
+        changes: (input index, layout, varying axes) to apply before asking again; None when the inputs fit.
+        mesh: the mesh on which the inputs meet, when they are on several.
+        solution: what the rule decided, which holds after the changes.
+        inplace: the first argument is the result.
+    """
+
+    __slots__ = ("call", "changes", "flat", "inplace", "is_view", "mesh", "solution", "spec", "specs", "unfinished")
+
+    def __init__(self) -> None:
+        self.call: Any = None
+        self.spec: Spec | None = None
+        self.specs: tuple[Spec | None, ...] = ()
+        self.changes: list[tuple[int, Layout, frozenset[int]]] | None = None
+        self.mesh: MeshInfo | None = None
+        self.solution: Solution | None = None
+        self.unfinished: list[Any] | None = None
+        self.flat = False
+        self.inplace = False
+        self.is_view = False
+
+
+def is_inplace(name: str) -> bool:
+    """Whether a torch function of this name writes its first argument: ``add_``, ``__iadd__``."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
+    return name.endswith("_")
+
+
+def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> Plan:
+    call = make_call(rule.op, rule, tuple(args), kwargs)
+    mesh = common_mesh(call) if rule.op.one_mesh else None
+    if mesh is not None:
+        plan = Plan()
+        plan.changes, plan.mesh = [], mesh
+        return plan
+    if solution is None:
+        solution = rule.op.infer((call,))[1]
+    return _plan_of(rule, call, solution)
+
+
+def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
+    plan = Plan()
+    needed = needs_varying(call, solution)
+    changes = []
+    for index, (spec, target) in enumerate(zip(call.inputs, solution.targets, strict=True)):
+        kept = frozenset(a for a in spec.varying if is_replicate(target.placements[a]))
+        varying = kept | needed[index]
+        if target is not spec.layout or varying != spec.varying:
+            changes.append((index, target, varying))
+    if changes:
+        plan.changes, plan.solution = changes, solution
+        plan.flat = all(a.__class__ is Ref for a in call.args[: changes[-1][0] + 1])
+        plan.is_view = solution.is_view and solution.targets[0] is not call.inputs[0].layout
+        return plan
+    plan.call = solution.local or rule.func
+    plan.inplace = rule.inplace
+    plan.is_view = solution.is_view
+    if solution.shapes is not None:
+        # Dtype and stride are those of the first result.
+        layouts = [fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
+        varying = [output_varying(call, solution, x, i) for i, x in enumerate(layouts)]
+        plan.unfinished = list(zip(layouts, solution.shapes, varying, strict=True))
+        return plan
+    specs, single = output_specs(rule, call, solution)
+    if single:
+        plan.spec = specs[0]
+    plan.specs = specs
+    return plan
+
+
+def finish(plan: Plan, out: Any) -> None:
+    """Complete the specs of a plan from its first result."""
+    outs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
+    parts = plan.unfinished or ()
+    plan.unfinished = None
+    plan.specs = tuple(
+        make_spec(layout, shape, stride_like(o, shape), o.dtype, varying)
+        for (layout, shape, varying), o in zip(parts, outs, strict=True)
+    )
+    if isinstance(out, torch.Tensor):
+        plan.spec = plan.specs[0]
+
+
+def needs_varying(call: Call, solution: Solution) -> list[frozenset[int]]:
+    """Per input the axes on which it must enter as varying (DESIGN of gradient types: "the rule").
+
+    On an axis where a counted input is sharded, pending or varying, every rank computes its own part, so the gradient
+    of a Replicate input arrives in terms.
+    """
+    needed = [NOT_VARYING] * len(call.inputs)
+    if not any(call.needs_grad):
+        return needed
+    counted = [i for i in range(len(call.inputs)) if i not in solution.uncounted]
+    for axis in range(call.info.ndim):
+        active = any(
+            not is_replicate(solution.targets[i].placements[axis])
+            or (call.needs_grad[i] and axis in call.inputs[i].varying)
+            for i in counted
+        )
+        if not active:
+            continue
+        for i in counted:
+            if call.needs_grad[i] and not solution.is_invariant(axis, i):
+                if is_replicate(solution.targets[i].placements[axis]):
+                    needed[i] |= {axis}
+    return needed
+
+
+def vary_axes(tensors: Sequence[DTensor]) -> list[frozenset[int]]:
+    """The rule of :func:`needs_varying` for tensors that one local computation reads together."""
+    call = make_call_of(tensors)
+    return needs_varying(call, Solution([t.layout for t in tensors], []))
+
+
+def output_specs(rule: Rule, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
+    """Specs of the outputs, their global shapes found by running the function on meta tensors."""
+    with torch.no_grad():
+        args, kwargs = meta_arguments(call.args), {k: meta_arguments(v) for k, v in call.kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        result = (solution.meta or rule.func)(*args, **kwargs)
+    single = isinstance(result, torch.Tensor)
+    results = (result,) if single else tuple(result) if isinstance(result, (tuple, list)) else ()
+    specs: list[Spec | None] = []
+    layouts = iter(solution.outputs)
+    position = 0
+    for value in results:
+        layout = next(layouts, None) if isinstance(value, torch.Tensor) else None
+        if layout is None:
+            specs.append(None)
+            continue
+        layout = fit_rank(layout, value.ndim)
+        varying = output_varying(call, solution, layout, position)
+        specs.append(make_spec(layout, tuple(value.shape), value.stride(), value.dtype, varying))
+        position += 1
+    return tuple(specs), single
+
+
+def fit_rank(layout: Layout, ndim: int) -> Layout:
+    """A layout for a tensor of ``ndim`` dims; the engine knows an output's rank only from its shards."""
+    if layout.ndim == ndim:
+        return layout
+    order = layout.shard_order
+    return layout.with_order(layout.placements, (order + ((),) * (ndim - len(order)))[:ndim])
+
+
+def output_varying(call: Call, solution: Solution, layout: Layout, output: int) -> frozenset[int]:
+    """Axes on which a Replicate output is varying: those where all counted inputs are Replicate and one is varying."""
+    varying: set[int] = set()
+    if not any(spec.varying for spec in call.inputs):
+        return NOT_VARYING
+    for axis, placement in enumerate(layout.placements):
+        if not is_replicate(placement) or (solution.reduced and axis in solution.reduced[output]):
+            continue
+        counted = [
+            i for i in range(len(call.inputs)) if i not in solution.uncounted and not solution.is_invariant(axis, i)
+        ]
+        replicated = all(is_replicate(solution.targets[i].placements[axis]) for i in counted)
+        if replicated and any(call.needs_grad[i] and axis in call.inputs[i].varying for i in counted):
+            varying.add(axis)
+    return frozenset(varying)
+
+
+def meta_arguments(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return value.spec.meta
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(meta_arguments(v) for v in value)
+    return value
+
+
+def wrap_many(out: Any, specs: tuple[Spec | None, ...]) -> Any:
+    if not isinstance(out, (tuple, list)):
+        return out
+    wrapped = [wrap_one(o, s) if s is not None else o for o, s in zip(out, specs, strict=True)]
+    kind = type(out)
+    return kind(wrapped) if kind in (tuple, list) or hasattr(kind, "n_sequence_fields") else kind(*wrapped)
+
+
+def wrap_one(out: torch.Tensor, spec: Spec) -> DTensor:
+    return wrap(out, spec if out.dtype is spec.dtype else spec.replace(dtype=out.dtype))

@@ -1,0 +1,130 @@
+"""Operators that use the three phases of :class:`~hyper_parallel.op.DistributedOp` themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyper_parallel.arguments import lifted, make_call
+from hyper_parallel.call import Call, Solution
+from hyper_parallel.changes import changed
+from hyper_parallel.context import state
+from hyper_parallel.in_place import run_inplace
+from hyper_parallel.layout import Layout
+from hyper_parallel.meshes import common_mesh, on_mesh
+from hyper_parallel.placements import Replicate, is_partial, is_replicate, is_shard
+from hyper_parallel.plan import (
+    CACHE_LIMIT,
+    Plan,
+    Rule,
+    fit_rank,
+    needs_varying,
+    output_specs,
+    output_varying,
+    wrap_many,
+    wrap_one,
+)
+from hyper_parallel.redistribute import varying_axes
+from hyper_parallel.spec import Spec, contiguous_stride, make_spec
+
+
+@dataclass(frozen=True)
+class Again:
+    """The arguments changed: ask again."""
+
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run the operator, or say with which arguments to ask :class:`Again`."""
+    op = rule.op
+    args, kwargs = lifted(rule.name, op, args, kwargs)
+    call = make_call(op, rule, tuple(args), kwargs)
+    mesh = common_mesh(call) if op.one_mesh else None
+    if mesh is not None:
+        return Again(*on_mesh(args, kwargs, mesh))
+    solution = Solution([spec.layout for spec in call.inputs], [])
+    if not op.allow_partial_inputs and state.mode.policy != "strict":
+        solution.targets = [
+            s.layout.with_placements({a: Replicate() for a, p in enumerate(s.layout.placements) if is_partial(p)})
+            for s in call.inputs
+        ]
+    local_args, local_kwargs, values = op.preprocess(args, kwargs)
+    key = (values, tuple(call.inputs), tuple(call.needs_grad), torch.is_grad_enabled(), state.mode)
+    found = rule.cache.get(key)  # type: ignore[arg-type]
+    if found is None:
+        found = _infer_generic(rule, call, solution, values)
+        if len(rule.cache) >= CACHE_LIMIT:
+            rule.cache.clear()
+        rule.cache[key] = found  # type: ignore[index]
+    plan, result = found  # type: ignore[misc]
+    if plan.changes is not None:
+        return Again(*changed(args, kwargs, plan, rule.inplace))
+    local = plan.call or op.get_expand_impl(rule.func, result, values) or rule.func
+    if rule.inplace:
+        running = Plan()
+        running.call, running.specs = local, plan.specs
+        return run_inplace(running, args, list(local_args), local_kwargs)
+    out = local(*local_args, **local_kwargs)
+    if not plan.specs:
+        plan.specs = _specs_from_local(rule, call, result[0], out)
+    if isinstance(out, (tuple, list)):
+        return wrap_many(out, plan.specs)
+    return wrap_one(out, plan.specs[0]) if plan.specs[0] is not None else out
+
+
+def _infer_generic(rule: Rule, call: Call, solution: Solution, values: Any) -> tuple[Plan, Any]:
+    plan = Plan()
+    needed = needs_varying(call, solution)
+    for index, given in enumerate(rule.grad_placements or ()):
+        if given is not None:
+            needed[index] = varying_axes(call.inputs[index].layout, given)
+    changes = [
+        (i, t, frozenset(a for a in s.varying if is_replicate(t.placements[a])) | needed[i])
+        for i, (s, t) in enumerate(zip(call.inputs, solution.targets, strict=True))
+    ]
+    changes = [c for c in changes if c[1] is not call.inputs[c[0]].layout or c[2] != call.inputs[c[0]].varying]
+    if changes:
+        plan.changes = changes
+        return plan, None
+    outputs, extra = rule.op.infer(values)
+    if not rule.op.allow_partial_inputs:
+        rule.op._check_partial_inputs([s.layout for s in call.inputs])
+    if rule.op.cache_expand:
+        plan.call = rule.op.get_expand_impl(rule.func, (outputs, extra), values) or rule.func
+    return plan, (outputs, extra)
+
+
+def _specs_from_local(rule: Rule, call: Call, layouts: Sequence[Any], out: Any) -> tuple[Spec | None, ...]:
+    """Specs of the outputs of an operator that says only their layouts.
+
+    Global shapes come from the function on meta tensors; a function without meta support must have even shards.
+    """
+    values = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    bound = [layout.bind() if isinstance(layout, Layout) else None for layout in layouts]
+    solution = Solution([s.layout for s in call.inputs], bound)
+    tensors = iter(bound)
+    specs: list[Spec | None] = []
+    try:
+        found, _ = output_specs(rule, call, solution)
+    except (NotImplementedError, RuntimeError):
+        found = ()
+    if len(found) == len(values) and all(f is not None for f, v in zip(found, values, strict=True) if isinstance(v, torch.Tensor)):
+        return found
+    for position, value in enumerate(values):
+        layout = next(tensors, None) if isinstance(value, torch.Tensor) else None
+        if layout is None:
+            specs.append(None)
+            continue
+        layout = fit_rank(layout, value.ndim)
+        shape = list(value.shape)
+        for axis, placement in enumerate(layout.placements):
+            if is_shard(placement):
+                shape[placement.dim] *= layout.mesh_shape[axis]
+        varying = output_varying(call, solution, layout, position)
+        specs.append(make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying))
+    return tuple(specs)

@@ -1,0 +1,70 @@
+"""Looking up a table of vectors: ``F.embedding``.
+
+A table that is sharded along the vocabulary is looked up where the rows are: every rank fills in the vectors that it
+holds and zeros for the others, a pending sum that the next operator reduces (or reduce-scatters for sequence parallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.call import Call, refuse
+from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Shard
+from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+
+class Embedding(StrategyOp):
+    """``F.embedding(input, weight, ...)``; weight is ``[vocabulary, hidden]``.
+
+    ``max_norm`` changes the table by the ids that a rank sees, ``scale_grad_by_freq`` counts them, and ``sparse`` gives a
+    gradient that cannot be redistributed: with these, placements under which a rank sees only some ids are refused.
+    """
+
+    signature = (
+        "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False"
+    )
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        ids = call.spec("input").shape
+        counts = bool(call.arg("scale_grad_by_freq"))
+        whole_rows = call.arg("max_norm") is not None
+        sparse = bool(call.arg("sparse"))
+        if not (counts or whole_rows or sparse):
+            for d in range(len(ids)):
+                yield Strategy({"input": S(d)}, S(d))
+            yield Strategy({"weight": P}, P)
+            yield Strategy({"weight": S(0)}, P)
+        if not (whole_rows or sparse):
+            yield Strategy({"weight": S(1)}, S(len(ids)))
+        elif any(isinstance(p, Shard) for spec in call.inputs for p in spec.layout.placements):
+            word = "max_norm" if whole_rows else "sparse=True"
+            if call.mode.policy != "auto":
+                raise refuse(call, f"{word} needs the whole table and all ids on every rank", f"leave out {word}, or redistribute")
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        weight = call.index("weight")
+        assert weight is not None
+        if not targets[weight].shard_order[0]:
+            return None
+        shape = tuple(call.spec("weight").shape)
+        held = HeldIndices(targets[weight], shape, 0)
+        padding = call.arg("padding_idx")
+        if padding is not None:
+            if not -shape[0] <= padding < shape[0]:
+                raise AssertionError("Padding_idx must be within num_embeddings")
+            padding = held.position(padding % shape[0])
+        parsed = self._parsed
+        assert parsed is not None
+
+        def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
+            bound = parsed.bind(args, kwargs)
+            out, mine = held.read(bound["weight"], bound["input"], lambda table, at: F.embedding(at, table, padding))
+            return out.masked_fill(~mine.unsqueeze(-1), 0)
+
+        return look_up

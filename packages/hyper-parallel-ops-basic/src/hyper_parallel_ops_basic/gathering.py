@@ -1,0 +1,98 @@
+"""Reading elements by index along a dimension: ``index_select``, ``gather``.
+
+From a tensor that is sharded along that dimension every rank takes what it holds, with zeros for the rest: a pending sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call
+from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial
+from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+
+def pending_of(call: Call, name: str) -> list[Partial]:
+    """The kinds of pending reduction of an input."""
+    found = {p for p in call.spec(name).layout.placements if isinstance(p, Partial)}
+    return sorted(found, key=lambda p: p.reduce_op)
+
+
+class IndexSelect(StrategyOp):
+    """``index_select(input, dim, index)``."""
+
+    signature = "input, dim, index"
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        spec, index = call.spec("input"), call.spec("index")
+        dim = call.dim("dim")
+        assert dim is not None
+        for d in range(len(spec.shape)):
+            if d != dim:
+                yield Strategy({"input": S(d)}, S(d))
+        if len(index.shape) == 1:
+            yield Strategy({"index": S(0)}, S(dim))
+        for pending in pending_of(call, "input"):
+            yield Strategy({"input": pending}, pending)
+        if spec.dtype is not torch.bool:
+            yield Strategy({"input": S(dim)}, P)
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        dim = call.dim("dim")
+        assert dim is not None
+        if not targets[0].shard_order[dim]:
+            return None
+        held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
+        bind = self._bind
+
+        def select(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x, index = bind(args, kwargs)
+            out, mine = held.read(x, index.reshape(-1), lambda piece, at: piece.index_select(dim, at))
+            return out.masked_fill(~mine.view([-1 if d == dim else 1 for d in range(out.ndim)]), 0)
+
+        return select
+
+    def _bind(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._parsed is not None
+        bound = self._parsed.bind(args, kwargs)
+        return bound["input"], bound["index"]
+
+
+class Gather(IndexSelect):
+    """``gather(input, dim, index)``."""
+
+    signature = "input, dim, index, *, sparse_grad=False"
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        spec, index = call.spec("input"), call.spec("index")
+        dim = call.dim("dim")
+        assert dim is not None
+        for d in range(len(spec.shape)):
+            if d != dim and spec.shape[d] == index.shape[d]:
+                yield Strategy({"input": S(d), "index": S(d)}, S(d))
+        if index.shape:
+            yield Strategy({"index": S(dim)}, S(dim))
+        for pending in pending_of(call, "input"):
+            yield Strategy({"input": pending}, pending)
+        if spec.dtype is not torch.bool and spec.shape:
+            yield Strategy({"input": S(dim)}, P)
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        dim = call.dim("dim")
+        assert dim is not None
+        if not targets[0].ndim or not targets[0].shard_order[dim]:
+            return None
+        held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
+        bind = self._bind
+
+        def gather(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x, index = bind(args, kwargs)
+            out, mine = held.read(x, index, lambda piece, at: piece.gather(dim, at))
+            return out.masked_fill(~mine, 0)
+
+        return gather

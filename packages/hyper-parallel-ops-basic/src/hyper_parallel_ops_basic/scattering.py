@@ -1,0 +1,136 @@
+"""Writing elements by index along a dimension: ``index_add``, ``index_copy``, ``scatter``, ``scatter_add`` and so on.
+
+A target that is sharded along that dimension keeps its layout: every rank writes what falls into its piece. Sources that
+are sharded along it leave a pending sum where the operation adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call
+from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Placement
+from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+
+class _Write(StrategyOp):
+    """What the two kinds have in common.
+
+    Args:
+        adds: whether what is written is added to the target.
+        linear: whether a pending sum of target and source passes.
+    """
+
+    def __init__(self, op_name: str, *, adds: bool = False, linear: bool = False) -> None:
+        super().__init__(op_name)
+        self.adds, self.linear = adds, linear
+
+    source: str
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        dim, source = call.dim("dim"), self.source if call.index(self.source) is not None else None
+        assert dim is not None
+        for d in range(len(call.spec("input").shape)):
+            if d != dim:
+                row = self.other_dim(call, d, source)
+                if row is not None:
+                    yield Strategy(row, S(d))
+        if not call.spec("input").shape:
+            return
+        yield Strategy({"input": S(dim)}, S(dim))
+        if source is not None and self.is_linear(call):
+            yield Strategy({"input": P, source: P}, P)
+            if self.is_adding(call) and self.along(call) is not None:
+                index_dim, source_dim = self.along(call)  # type: ignore[misc]
+                yield Strategy({"input": P, "index": S(index_dim), source: S(source_dim)}, P)
+
+    def is_linear(self, call: Call) -> bool:
+        """Whether this call is linear in target and source together."""
+        return self.linear
+
+    def is_adding(self, call: Call) -> bool:
+        """Whether this call adds to the target."""
+        return self.adds
+
+    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
+        """Placements when another dim than the written one is sharded."""
+        raise NotImplementedError
+
+    def along(self, call: Call) -> tuple[int, int] | None:
+        """The dims of index and source that run along the written dim; None when they do not match."""
+        raise NotImplementedError
+
+    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+        dim = call.dim("dim")
+        assert dim is not None
+        if not targets[0].ndim or not targets[0].shard_order[dim]:
+            return None
+        held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
+        func = getattr(torch, call.name.rstrip("_"))
+        inplace, parsed = call.inplace, self._parsed
+        assert parsed is not None
+
+        def write(*args: Any, **kwargs: Any) -> torch.Tensor:
+            bound = parsed.bind(args, kwargs)
+            x, index = bound.pop("input"), bound.pop("index")
+            if "src" in bound and not isinstance(bound["src"], torch.Tensor):
+                bound["value"] = bound.pop("src")
+            out = held.write(x, index, lambda piece, at: func(piece, index=at, **bound))
+            return x.copy_(out) if inplace else out
+
+        return write
+
+
+class IndexWrite(_Write):
+    """``index_add``, ``index_copy``, ``index_fill``, ``index_reduce``: whole rows, by a vector of indices."""
+
+    signature = "input, dim, index, source, reduce, *, alpha=1, include_self=True"
+    source = "source"
+
+    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
+        return {"input": S(d), source: S(d)} if source else {"input": S(d)}
+
+    def along(self, call: Call) -> tuple[int, int] | None:
+        dim = call.dim("dim")
+        assert dim is not None
+        return (0, dim) if call.spec("index").shape and call.spec("source").shape else None
+
+
+class IndexFill(IndexWrite):
+    """``index_fill(input, dim, index, value)``."""
+
+    signature = "input, dim, index, value"
+    source = "value"
+
+    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
+        return {"input": S(d)}
+
+
+class Scatter(_Write):
+    """``scatter``, ``scatter_add``, ``scatter_reduce``: single elements, by a tensor of indices."""
+
+    signature = "input, dim, index, src, reduce, *, value, include_self=True"
+    source = "src"
+
+    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
+        names = ["input", "index", *([source] if source else [])]
+        if len({call.spec(name).shape[d] for name in names}) > 1:
+            return None
+        return {name: S(d) for name in names}
+
+    def along(self, call: Call) -> tuple[int, int] | None:
+        dim = call.dim("dim")
+        assert dim is not None
+        return (dim, dim) if call.spec("index").shape[dim] == call.spec("src").shape[dim] else None
+
+    def is_linear(self, call: Call) -> bool:
+        reduce = call.arg("reduce")
+        return self.linear and (reduce is None or (reduce in ("sum", "add") and bool(call.arg("include_self", True))))
+
+    def is_adding(self, call: Call) -> bool:
+        return self.adds or call.arg("reduce") in ("sum", "add")
