@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import short
+from hyper_parallel.testing.findings import Findings
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
 from hyper_parallel.testing.layouts import Case
 from hyper_parallel.testing.placing import make, piece_of
@@ -50,15 +52,6 @@ class OpUnderTest:
         return rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong that this rank saw in one case."""
-
-    case: Case
-    policy: Policy
-    text: str
-
-
 @dataclass
 class Expected:
     """The result on one device: outputs (flattened), random gradients for them, and the gradients of the inputs."""
@@ -70,14 +63,19 @@ class Expected:
 
 
 class CaseRunner:
-    """Runs one case. Problems that only some ranks may see are collected in ``problems``, never raised."""
+    """Runs one case. Problems that only some ranks may see go to ``findings``; they are never raised."""
 
     def __init__(
-        self, op: OpUnderTest, sample: Sample, values: Sequence[torch.Tensor], mesh: DeviceMesh, case: Case
+        self,
+        op: OpUnderTest,
+        sample: Sample,
+        values: Sequence[torch.Tensor],
+        mesh: DeviceMesh,
+        case: Case,
+        findings: Findings,
     ) -> None:
-        self.op, self.sample, self.mesh, self.case = op, sample, mesh, case
+        self.op, self.sample, self.mesh, self.case, self.findings = op, sample, mesh, case, findings
         self.policy: Policy = "partial"
-        self.problems: list[Problem] = []
         self.refused = False
         self.layouts = [p.layout(mesh, v.ndim) for p, v in zip(case.inputs, values, strict=True)]
         self.values, self.expected = self._expected(values)
@@ -230,17 +228,19 @@ class CaseRunner:
             "dtype of the local tensor": (local.dtype, got.dtype),
         }
         fits = self._same(shown, facts)
-        if layout.is_partial():
-            if not fits:  # the other ranks, which may have found nothing, wait for this one
-                got = make(torch.zeros_like(want), self.mesh, layout)
-            whole = got.detach().full_tensor()
-            if fits:
-                self.note(self._difference(shown, whole, want))
-            return
         # Comparing this rank's piece needs no communication, and finds replicas that differ.
         piece = piece_of(want, layout)
-        if fits:
-            self.note(self._difference(f"{shown}, this rank's piece", local, piece))
+        shown += ", this rank's piece"
+        if layout.is_partial():
+            # The other ranks may find nothing wrong with theirs, and count on this one's term.
+            term = local if fits else torch.zeros_like(piece)
+            judge = partial(self._judge_reduced, self.policy, shown, piece)
+            self.findings.when_reduced(layout, term, judge)
+        elif fits:
+            self.note(self._difference(shown, local, piece))
+
+    def _judge_reduced(self, policy: Policy, label: str, want: torch.Tensor, got: torch.Tensor) -> None:
+        self.findings.note(self.case, policy, self._difference(label, got, want))
 
     def _difference(self, label: str, got: torch.Tensor, want: torch.Tensor) -> str | None:
         """Where two plain tensors of one shape differ by more than rounding; None when nowhere."""
@@ -297,8 +297,7 @@ class CaseRunner:
 
     def note(self, text: str | None) -> None:
         """Keep a problem for the report."""
-        if text is not None:
-            self.problems.append(Problem(self.case, self.policy, text))
+        self.findings.note(self.case, self.policy, text)
 
 
 def _has_grad(output: Any) -> bool:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import Partial, Replicate
-from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest, Problem
+from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest
+from hyper_parallel.testing.findings import Findings, Problem
 from hyper_parallel.testing.inputs import Sample
 from hyper_parallel.testing.layouts import Case, Placed
 from hyper_parallel.testing.placing import make, mesh_of
@@ -28,9 +29,9 @@ from hyper_parallel.testing.writing_forms import InPlaceRunner, OutRunner
 class Outcome:
     """What one rank saw: how many cases it ran, how many the default policy refused, and what was wrong."""
 
-    ran: int = 0
-    refused: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    ran: int
+    refused: int
+    problems: list[Problem]
 
 
 RUNNERS: dict[str, type[CaseRunner]] = {"layouts": CaseRunner, "inplace": InPlaceRunner, "out": OutRunner}
@@ -57,20 +58,19 @@ def check_layouts(
     mesh = mesh_of(mesh_shape)
     strategies: list[Case] = []
     if form == "layouts":
-        strategies = strategy_cases(
-            rows_of(op.func, sample, _replicas(sample, values, mesh)), sample, mesh.ndim, limit // 2
-        )
-    outcome = Outcome()
+        rows = rows_of(op.func, sample, _replicas(sample, values, mesh))
+        strategies = strategy_cases(rows, sample, mesh.ndim, limit // 2)
+    findings = Findings()
+    refused = 0
     for case in (*strategies, *cases):
-        running = RUNNERS[form](op, sample, values, mesh, case)
+        runner = RUNNERS[form](op, sample, values, mesh, case, findings)
         try:
-            running.run()
+            runner.run()
         except Exception as error:
-            raise CaseFailed(f"{title(mesh_shape, case, running.policy)}\n{type(error).__name__}: {error}") from error
-        outcome.ran += 1
-        outcome.refused += running.refused
-        outcome.problems += running.problems
-    return outcome
+            raise CaseFailed(f"{title(mesh_shape, case, runner.policy)}\n{type(error).__name__}: {error}") from error
+        refused += runner.refused
+    findings.settle()
+    return Outcome(len(strategies) + len(cases), refused, findings.problems)
 
 
 def strategy_cases(rows: Sequence[Row], sample: Sample, mesh_ndim: int, limit: int) -> list[Case]:

@@ -31,7 +31,7 @@ from hyper_parallel.testing.reproduction import reproduction, title
 
 Ranks = Callable[..., list[Any]]
 MESHES = ((2,), (4,), (2, 2))
-MAX_LAYOUTS = 40
+MAX_LAYOUTS = 32
 SHOWN = 8
 """Failing cases listed in one report."""
 

@@ -1,0 +1,165 @@
+"""``hyper-parallel coverage``: which functions of a training step have a rule, and who has it."""
+
+import json
+import os
+import textwrap
+
+import pytest
+import torch
+
+from hyper_parallel.analysis.coverage import coverage_of, trace_training_step
+from hyper_parallel.analysis.sample_models import SampleModel, sample_models
+from hyper_parallel.cli import main
+from hyper_parallel.plugins import PluginManager
+from hyper_parallel.registry import Registry
+
+MODEL = """
+    import torch
+
+    squeeze_out = torch.library.custom_op(
+        "coverage_of_a_test::squeeze_out", lambda x: x.tanh(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    squeeze_out.register_autograd(lambda ctx, grad: grad)
+
+    class Small(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            mask = torch.ones(4).cumprod(0)         # made from nothing: plain also in a sharded run
+            return torch.ops.coverage_of_a_test.squeeze_out(self.layer(x)) * mask
+
+    def factory():
+        return Small(), {"x": torch.randn(2, 4)}
+
+    def not_a_module():
+        return 3
+"""
+
+TABLE = """
+    __default__: {distributed_op_module: hp_acme, distributed_op_class: Rule}
+    linear: {}
+    mul: {}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "small_model_of_a_test.py").write_text(textwrap.dedent(MODEL))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def of(found):
+    return {one.name: one for one in found}
+
+
+def test_functions_are_those_called_on_what_would_be_sharded(folder):
+    (sample,) = sample_models("small_model_of_a_test:factory")
+    functions = of(coverage_of(trace_training_step(sample), Registry(PluginManager([], {}), {})))
+    assert {"torch.nn.functional.linear", "torch.ops.coverage_of_a_test.squeeze_out", "torch.Tensor.mul"} <= set(functions)
+    assert "torch.Tensor.cumprod" not in functions
+    assert "torch.Tensor.addcdiv_" in functions, "the optimizer's step counts too"
+    assert functions["torch.Tensor.grad"].provider == functions["torch.Tensor.backward"].provider == "core"
+
+
+def test_what_is_missing_comes_first_with_the_pack_that_has_it(folder):
+    (sample,) = sample_models("small_model_of_a_test:factory")
+    found = coverage_of(trace_training_step(sample), Registry(PluginManager([], {}), {}))
+    statuses = [one.status for one in found]
+    assert statuses == sorted(statuses)  # missing before ok
+    functions = of(found)
+    linear, own = functions["torch.nn.functional.linear"], functions["torch.ops.coverage_of_a_test.squeeze_out"]
+    assert (linear.status, linear.pack) == ("missing", "hyper-parallel-ops-basic")
+    assert (own.status, own.pack) == ("missing", None)
+    assert own.where.partition(":")[0].endswith("small_model_of_a_test.py")
+
+
+def test_rule_whose_class_cannot_be_used_does_not_cover(folder):
+    registry = Registry(PluginManager([], {}), {})
+    table = folder / "rules.yaml"
+    table.write_text("linear: {distributed_op_module: gone, distributed_op_class: A}")
+    registry.load_table(table)
+    (sample,) = sample_models("small_model_of_a_test:factory")
+    linear = of(coverage_of(trace_training_step(sample), registry))["torch.nn.functional.linear"]
+    assert linear.status == "broken"
+    assert "gone cannot be imported" in linear.reason
+
+
+def test_program_reports_and_ends_with_one(site, folder):
+    package = site.install("acme", ops=TABLE)
+    (package / "__init__.py").write_text(
+        "def __getattr__(name):\n"
+        "    if name != 'Rule': raise AttributeError(name)\n"
+        "    from hyper_parallel import DistributedOp\n"
+        "    return type('Rule', (DistributedOp,), {})\n"
+    )
+    report = folder / "report.html"
+    done = site.run(
+        "-m", "hyper_parallel", "coverage", "small_model_of_a_test:factory", "--html", str(report),
+        check=False, HYPER_PARALLEL_PLUGINS="acme", PYTHONPATH=f"{site.folder}{os.pathsep}{folder}",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["torch.nn.functional.linear", "1", "ok", "acme"] in lines
+    assert ["torch.ops.coverage_of_a_test.squeeze_out", "1", "missing", "-"] in lines
+    assert "no pack of ours has one; to add one: docs/write-an-op.md" in done.stdout
+    assert "-m pip install hyper-parallel-ops-basic" in done.stdout
+    page = report.read_text()
+    assert page.startswith("<!doctype html>")
+    assert '<tr class="bad"><td>torch.ops.coverage_of_a_test.squeeze_out' in page
+
+
+def test_json_has_a_version_and_the_exit_code_is_zero_when_all_is_covered(folder, capsys):
+    (folder / "tiny_model_of_a_test.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+
+            class Scale(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.weight = torch.nn.Parameter(torch.ones(3))
+                def forward(self):
+                    return {"loss": self.weight}
+
+            def factory():
+                return Scale(), ()
+            """
+        )
+    )
+    code = main(["coverage", "tiny_model_of_a_test:factory", "--json"])
+    content = json.loads(capsys.readouterr().out)
+    assert content["schema"] == 1
+    assert content["ok"] is (code == 0) is all(one["status"] == "ok" for one in content["functions"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("no_such_module_at_all:factory", "there is no module 'no_such_module_at_all'"),
+        ("small_model_of_a_test:factori", "has no function 'factori'"),
+        ("small_model_of_a_test:not_a_module", "returned a int; it must return a module"),
+    ],
+)
+def test_model_that_cannot_be_used_ends_with_two(folder, capsys, name, text):
+    assert main(["coverage", name]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_model_without_a_gradient_is_told():
+    with pytest.raises(Exception, match="no training step to look at"):
+        SampleModel(torch.nn.Identity(), (torch.ones(2),)).loss()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
+def test_transformers_model_is_built_small_from_a_config(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    sample = next(sample_models(str(tmp_path)))
+    assert sample.how == "small, on the CPU, random weights"
+    assert sum(p.numel() for p in sample.model.parameters()) < 10_000_000
+    trace = trace_training_step(sample)
+    assert torch.nn.functional.linear in trace.counts

@@ -1,0 +1,129 @@
+"""Operators that draw random numbers, each element's as on one device with the same seed; see :mod:`hyper_parallel.random`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.context import state
+from hyper_parallel.dtensor import DTensor, wrap
+from hyper_parallel.errors import RedistributionError
+from hyper_parallel.in_place import before_write
+from hyper_parallel.op import FunctionOp
+from hyper_parallel.placements import Replicate
+from hyper_parallel.random import check_generators, draw, embedded, local_part
+from hyper_parallel.spec import contiguous_stride, make_spec
+
+from hyper_parallel_ops_basic.factories import settled
+
+
+class FillRandomly(FunctionOp):
+    """Functions that overwrite their first argument with random numbers: ``normal_``, ``nn.init.kaiming_uniform_`` ...
+
+    The function runs on a tensor of the global shape, so whatever it derives from the shape (fan in) is right, and every
+    rank copies its part into the target. A pending target holds the numbers once.
+    """
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = next((n for n in ("tensor", "self", "input") if n in kwargs), None)
+        target = args[0] if args else kwargs[name]  # type: ignore[index]
+        if not isinstance(target, DTensor):
+            raise TypeError(
+                f"{func.__name__} of a plain tensor with a DTensor as parameter: make the target a DTensor, for example with "
+                "empty_like(parameter)"
+            )
+        before_write(target)
+        spec, local = target._spec, target._resolve()
+        # Parameters of the distribution that are tensors are needed in full, since the whole tensor is drawn.
+        rest = [_whole(a) for a in args[1:]]
+        named = {n: _whole(v) for n, v in kwargs.items() if n != name}
+
+        def make() -> torch.Tensor:
+            whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=local.device)
+            return func(whole, *rest, **named)  # type: ignore[no-any-return]
+
+        local.copy_(draw(spec.layout, tuple(spec.shape), make, kwargs.get("generator")))
+        return target
+
+
+def _whole(value: Any) -> Any:
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+
+
+class RandomLike(FunctionOp):
+    """``rand_like``, ``randn_like``, ``randint_like``: laid out like the model, Replicate where that is pending."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        model = args[0] if args else kwargs.pop("input")
+        layout, shape = settled(model.layout), tuple(model.shape)
+        requires_grad = kwargs.pop("requires_grad", False)
+        kwargs["device"] = kwargs.get("device") or model.device
+        made: list[torch.Tensor] = []
+
+        def make() -> torch.Tensor:
+            made.append(func(model._spec.meta, *args[1:], **kwargs))
+            return made[0]
+
+        local = draw(layout, shape, make, kwargs.get("generator")).requires_grad_(requires_grad)
+        return wrap(local, make_spec(layout, shape, made[0].stride(), local.dtype))
+
+
+class Bernoulli(FunctionOp):
+    """``bernoulli(input)``: the tensor holds each element's probability, or with ``p`` only shape and dtype are read."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        chances, *rest = args if args else [kwargs["input"]]
+        options = {name: value for name, value in kwargs.items() if name != "input"}
+        chances = _reduced(func, chances)
+        spec = chances._spec
+        shape = tuple(spec.shape)
+
+        def make() -> torch.Tensor:
+            return func(embedded(chances._resolve(), spec.layout, shape, 0.5), *rest, **options)  # type: ignore[no-any-return]
+
+        return wrap(draw(spec.layout, shape, make, options.get("generator")), make_spec(spec.layout, shape, spec.stride, spec.dtype))
+
+
+class Multinomial(FunctionOp):
+    """``multinomial(input, num_samples)``: rows may be sharded, categories are redistributed as the policy allows."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        weights, *rest = args if args else [kwargs["input"]]
+        options = {name: value for name, value in kwargs.items() if name != "input"}
+        weights = _reduced(func, weights)
+        axes = weights.layout.shard_order[weights.ndim - 1]
+        if axes:
+            layout = weights.layout.with_placements(dict.fromkeys(axes, Replicate()))
+            if state.mode.policy != "auto":
+                raise RedistributionError(
+                    f"multinomial: the categories of {weights.layout} are sharded; redistribute to {layout} first, or use "
+                    "redistribute_policy('auto')",
+                    op_name="multinomial",
+                    layouts=[weights.layout],
+                )
+            weights = weights.redistribute(layout)
+        spec = weights._spec
+        layout = spec.layout
+        made: list[torch.Tensor] = []
+
+        def make() -> torch.Tensor:
+            made.append(func(embedded(weights._resolve(), layout, tuple(spec.shape), 1.0), *rest, **options))
+            return local_part(made[0], layout, tuple(made[0].shape))
+
+        check_generators(layout.info, options.get("generator"))
+        with torch.no_grad():
+            local = make()
+        shape = tuple(made[0].shape)
+        return wrap(local, make_spec(layout, shape, contiguous_stride(shape), local.dtype))
+
+
+def _reduced(func: Callable[..., Any], tensor: DTensor) -> DTensor:
+    """The tensor without pending reductions, which the default policy carries out."""
+    if not tensor.layout.is_partial():
+        return tensor
+    if state.mode.policy == "strict":
+        raise RedistributionError(f"{func.__name__}: the tensor is pending ({tensor.layout}); call reduce_partial() first")
+    return tensor.reduce_partial()
