@@ -321,3 +321,20 @@ def test_a_tensor_on_the_whole_mesh_joins_an_operator_on_a_sub_mesh():
     torch.testing.assert_close(2 * dx.grad.full_tensor(), x.grad)
     with pytest.raises(ValueError, match="different meshes"):
         F.linear(dx, spread(w, S(0), R))
+
+
+@pytest.mark.ranks(4)
+def test_a_partial_that_was_reduced_once_is_used_in_reduced_form_after():
+    x, w, scale = leaf(6, 8), leaf(5, 8, seed=1), leaf(5, seed=2)
+
+    def norm(h, scale):  # as transformers writes it
+        return scale * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    norm(F.linear(x, w), scale).pow(2).sum().backward()
+    dx, dw, ds = spread(x, R, S(1)), spread(w, R, S(1)), spread(scale, R, R)
+    with CommTrace() as trace:
+        out = norm(F.linear(dx, dw), ds)
+    assert out.placements == (R, R)
+    assert trace.counts == {"all_reduce": 1}
+    out.pow(2).sum().backward()
+    check_gradients([(dx, x), (dw, w), (ds, scale)])

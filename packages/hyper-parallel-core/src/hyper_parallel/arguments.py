@@ -44,6 +44,18 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def map_arguments(
+    args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with ``change`` applied to every DTensor."""
+
+    def apply(tensor: torch.Tensor) -> Any:
+        return change(tensor) if isinstance(tensor, DTensor) else tensor
+
+    return tuple(map_tensors(a, apply) for a in args), {k: map_tensors(v, apply) for k, v in kwargs.items()}
+
+
+
 # -- the call as rules see it ------------------------------------------------------------------------------------
 
 
@@ -53,22 +65,18 @@ def make_call(op: DistributedOp, rule: Rule | None, args: tuple[Any, ...], kwarg
     needs_grad: list[bool] = []
     grad = torch.is_grad_enabled()
 
-    def note(spec: Spec, local: torch.Tensor) -> Ref:
+    # Not a function that calls itself: that is a reference cycle, which would keep the arguments alive.
+    def note(tensor: torch.Tensor) -> Ref:
+        if isinstance(tensor, DTensor):
+            spec, local = tensor._spec, tensor._resolve()
+        else:
+            spec, local = replica_spec(tensor, first_dtensor(args, kwargs).layout), tensor
         inputs.append(spec)
         needs_grad.append(grad and local.requires_grad)
         return Ref(len(inputs) - 1, spec)
 
-    def seen(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return note(value._spec, value._resolve())
-        if isinstance(value, torch.Tensor):
-            return note(replica_spec(value, first_dtensor(args, kwargs).layout), value)
-        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            return type(value)(seen(v) for v in value)
-        return value
-
-    seen_args = tuple(seen(a) for a in args)
-    seen_kwargs = {name: seen(value) for name, value in kwargs.items()}
+    seen_args = tuple(map_tensors(a, note) for a in args)
+    seen_kwargs = {name: map_tensors(value, note) for name, value in kwargs.items()}
     func = rule.func if rule else getattr(torch, op.op_name, None)
     call = Call(
         func,  # type: ignore[arg-type]

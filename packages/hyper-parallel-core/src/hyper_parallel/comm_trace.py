@@ -1,9 +1,9 @@
 """Record every collective: what moved, how much, over which ranks, and the line of user code that caused it.
 
-    with CommTrace() as trace:
-        loss = model(batch); loss.backward()
-    print(trace)                    # a table
-    trace.counts["all_reduce"]      # how many of each
+with CommTrace() as trace:
+    loss = model(batch); loss.backward()
+print(trace)                    # a table
+trace.counts["all_reduce"]      # how many of each
 """
 
 from __future__ import annotations
@@ -50,11 +50,30 @@ class CommEvent:
     phase: str
 
 
+@dataclass(frozen=True)
+class LayoutChange:
+    """A tensor's change of layout, with or without communication.
+
+    Attributes:
+        change: the layouts before and after, e.g. ``S(0) -> R``.
+        where: ``file:line``, as in :class:`CommEvent`.
+        phase: ``forward`` or ``backward``.
+    """
+
+    change: str
+    where: str
+    phase: str
+
+
 class CommTrace:
-    """Context manager that collects :class:`CommEvent` s of this process; nested traces all record."""
+    """Context manager that collects the :class:`CommEvent` s and :class:`LayoutChange` s of this process.
+
+    Nested traces all record.
+    """
 
     def __init__(self) -> None:
         self.events: list[CommEvent] = []
+        self.changes: list[LayoutChange] = []
 
     @property
     def counts(self) -> Counter[str]:
@@ -98,7 +117,8 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_SKIPPED) and not name.startswith("<"):
+        ours = name.startswith(_SKIPPED) or frame.f_globals.get("__name__", "").startswith("hyper_parallel_")
+        if not ours and not name.startswith("<"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"
@@ -109,6 +129,8 @@ def described(change: str, where: str | None = None, phase: str = "forward") -> 
     """Say what the collectives inside are for."""
     global _context
     outer, _context = _context, (change, where or user_line(), phase)
+    for trace in _active:
+        trace.changes.append(LayoutChange(*_context))
     try:
         yield
     finally:
@@ -118,6 +140,8 @@ def described(change: str, where: str | None = None, phase: str = "forward") -> 
 def record(op: str, tensor: torch.Tensor, group: AxisGroup) -> None:
     """Note one collective; called by :mod:`hyper_parallel.comm` only while tracing."""
     change, where, phase = _context or ("", user_line(), "forward")
+    if torch._C._current_graph_task_id() >= 0:  # the autograd engine runs: an operator's own backward
+        phase = "backward"
     event = CommEvent(op, tensor.numel() * tensor.element_size(), group.axes, group.size, change, where, phase)
     for trace in _active:
         trace.events.append(event)

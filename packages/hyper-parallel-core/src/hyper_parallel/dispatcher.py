@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import counts_as_replica, lifted, on_locals
+from hyper_parallel.arguments import counts_as_replica, lifted, map_arguments, on_locals
 from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.changes import changed
 from hyper_parallel.context import state
-from hyper_parallel.dtensor import DTensor
+from hyper_parallel.dtensor import DTensor, reduced_form
 from hyper_parallel.errors import MissingOpError
 from hyper_parallel.in_place import note_base, run_inplace
 from hyper_parallel.meshes import on_mesh
@@ -47,24 +47,29 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         return _generic(rule, args, kwargs or {})
     if rule.inplace and isinstance(args[0], torch.Tensor) and args[0].__class__ is not DTensor:
         return _into_plain(rule, args, kwargs or {})
+    if kwargs and kwargs.get("out") is not None:
+        return into_out(func, args, kwargs)
     grad = _grad_enabled()
     solution = None
     copied = False
+    use_reduced = rule.use_reduced
     while True:
         key: list[Any] = [grad, mode]
         local_args: list[Any] = []
-        if not _scan(args, key, local_args, grad, rule.by_value):
-            return dispatch(func, *lifted(rule.name, rule.op, args, kwargs or {}))
         local_kwargs: dict[str, Any] = {}
-        if kwargs:
-            if kwargs.get("out") is not None:
-                return into_out(func, args, kwargs)
+        met = _scan(args, key, local_args, grad, rule.by_value, use_reduced)
+        if kwargs and not met:
             values: list[Any] = []
             for name in kwargs:
                 key.append(name)
-            if not _scan(kwargs.values(), key, values, grad, rule.by_value):
-                return dispatch(func, *lifted(rule.name, rule.op, args, kwargs))
-            local_kwargs = dict(zip(kwargs, values, strict=True))
+            met = _scan(kwargs.values(), key, values, grad, rule.by_value, use_reduced)
+            local_kwargs = dict(zip(kwargs, values, strict=True)) if not met else {}
+        if met == _PLAIN:
+            return dispatch(func, *lifted(rule.name, rule.op, args, kwargs or {}))
+        if met == _REDUCED:
+            args, kwargs = map_arguments(args, kwargs or {}, reduced_form)
+            use_reduced = False
+            continue
         lookup = tuple(key)
         plan = rule.cache.get(lookup)
         if plan is None:
@@ -93,6 +98,8 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
             for view in many:
                 note_base(view, args[0], rule.name if copied else None)
         return many
+    if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
+        return args[0]  # a cast or copy that was none, as in PyTorch
     if out.dtype is not spec.dtype:  # autocast chose another dtype
         spec = spec.replace(dtype=out.dtype)
     result = _make_wrapper(
@@ -107,14 +114,22 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return result
 
 
+_PLAIN, _REDUCED = 1, 2
 _BY_VALUE = frozenset([bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout])
 
 
-def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, by_value: int) -> bool:
-    """Append the cache key and the local form of each value; False at a plain tensor that does not count as a replica."""
+def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, by_value: int, use_reduced: bool) -> int:
+    """Append the cache key and the local form of each value.
+
+    Returns:
+        0, or at once what was met: a plain tensor that does not count as a replica, or a pending sum that was reduced once
+        (the operator then takes the reduced form, so that no second reduction follows).
+    """
     for value in values:
         kind = value.__class__
         if kind is DTensor:
+            if use_reduced and value._reduced is not None and reduced_form(value) is not value:
+                return _REDUCED
             tensor = value._local if value._pending is None else value._resolve()
             key.append(value._spec)
             if grad:
@@ -138,12 +153,13 @@ def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, by_value: i
             key.append(kind)
             key.append(len(value))
             inner: list[Any] = []
-            if not _scan(value, key, inner, grad, by_value):
-                return False
+            met = _scan(value, key, inner, grad, by_value, use_reduced)
+            if met:
+                return met
             local.append(inner if kind is list else tuple(inner))
         elif isinstance(value, torch.Tensor):  # a plain one
             if not counts_as_replica(value, grad):
-                return False
+                return _PLAIN
             key += (kind, value.shape, value.stride(), value.dtype, grad and value.requires_grad)
             local.append(value)
         elif kind is slice:
@@ -156,7 +172,7 @@ def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, by_value: i
             key.append(kind)
             key.append(value if getattr(value, "__hash__", None) else id(value))
             local.append(value)
-    return True
+    return 0
 
 
 # -- finding the rule ---------------------------------------------------------------------------------------------

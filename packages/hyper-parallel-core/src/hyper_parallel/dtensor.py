@@ -48,6 +48,8 @@ class DTensor(torch.Tensor):
     _pending: Any = None
     # Converted forms that were computed once (see convert.py); never copied or pickled.
     _memo: dict[Any, Any] | None = None
+    # Of a pending reduction: the form that was reduced once, with what it depends on.
+    _reduced: tuple[bool, int, int, DTensor] | None = None
     # (local tensor, typed layout) that this tensor was redistributed from, so that a later use as varying can fuse.
     _origin: Any = None
     # The DTensor of which this one is a view.
@@ -547,7 +549,18 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
         return found[2]  # type: ignore[no-any-return]
     result = convert(tensor, spec)
     memo[key] = (local._version, result._local._version, result)
+    if tensor._spec.layout.is_partial() and not layout.is_partial() and layout.shard_order == tensor._spec.layout.shard_order:
+        tensor._reduced = (torch.is_grad_enabled(), *memo[key])
     return result
+
+
+def reduced_form(tensor: DTensor) -> DTensor:
+    """A pending reduction that was carried out once, in its reduced form while that is current; else the tensor itself."""
+    if tensor._reduced is None:
+        return tensor
+    grad, version, own, result = tensor._reduced
+    current = grad == torch.is_grad_enabled() and tensor._local._version == version and result._local._version == own
+    return result if current else tensor
 
 
 def _global_shape(

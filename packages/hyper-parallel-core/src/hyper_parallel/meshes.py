@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import map_tensors
+from hyper_parallel.arguments import map_arguments
 from hyper_parallel.call import Call, refuse
 from hyper_parallel.dtensor import DTensor, remembered, wrap
 from hyper_parallel.layout import Layout
@@ -39,10 +39,8 @@ def common_mesh(call: Call) -> MeshInfo | None:
 
 
 def on_mesh(args: Sequence[Any], kwargs: dict[str, Any], info: MeshInfo) -> tuple[Any, Any]:
-    def change(tensor: torch.Tensor) -> Any:
-        return to_sub_mesh(tensor, info) if isinstance(tensor, DTensor) else tensor
-
-    return tuple(map_tensors(a, change) for a in args), {k: map_tensors(v, change) for k, v in kwargs.items()}
+    """The arguments with every DTensor on the sub-mesh."""
+    return map_arguments(args, kwargs, lambda tensor: to_sub_mesh(tensor, info))
 
 
 def to_sub_mesh(tensor: DTensor, info: MeshInfo) -> DTensor:

@@ -54,21 +54,9 @@ class DistributedOp:
             ``(local_args, local_kwargs, cache_values)``; the cache values are a flat tuple with the layout of every
             DTensor and the value of every other argument, in order.
         """
-        from hyper_parallel.dtensor import DTensor
-
         values: list[Any] = []
-
-        def local(value: Any) -> Any:
-            if isinstance(value, DTensor):
-                values.append(value.layout)
-                return value._resolve()
-            if isinstance(value, (list, tuple)):
-                return type(value)(local(v) for v in value)
-            values.append(value)
-            return value
-
-        local_args = tuple(local(a) for a in args)
-        local_kwargs = {name: local(value) for name, value in kwargs.items()}
+        local_args = tuple(_local_form(a, values) for a in args)
+        local_kwargs = {name: _local_form(value, values) for name, value in kwargs.items()}
         return local_args, local_kwargs, tuple(values)
 
     def infer_layout(self, cache_values: Any) -> tuple[tuple[Any, ...], Any]:
@@ -113,6 +101,19 @@ class DistributedOp:
                     f"{self.op_name}: input {index} has a pending reduction ({layout}), which this operator cannot use: "
                     "call .reduce_partial() on it first"
                 )
+
+
+def _local_form(value: Any, values: list[Any]) -> Any:
+    """An argument with local tensors in the place of DTensors; what the cache needs of it is appended to ``values``."""
+    from hyper_parallel.dtensor import DTensor
+
+    if isinstance(value, DTensor):
+        values.append(value.layout)
+        return value._resolve()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_local_form(v, values) for v in value)
+    values.append(value)
+    return value
 
 
 class FunctionOp(DistributedOp):

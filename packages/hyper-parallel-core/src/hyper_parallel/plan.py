@@ -23,7 +23,7 @@ CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
 class Rule:
     """One torch function and the rule that serves it, with the plans made so far."""
 
-    __slots__ = ("by_value", "cache", "func", "generic", "grad_placements", "inplace", "name", "op", "parsed")
+    __slots__ = ("by_value", "cache", "func", "generic", "grad_placements", "inplace", "name", "op", "use_reduced")
 
     def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
         from hyper_parallel.strategy import LayoutOp
@@ -32,8 +32,9 @@ class Rule:
         self.generic = not isinstance(op, LayoutOp)
         # 0: numbers do not matter; 1: ints do; 2: floats too.
         self.by_value = 1 if self.generic else 2 if op.floats_matter else int(op.scalars_matter)  # type: ignore[attr-defined]
-        self.parsed = None if self.generic else op._parsed  # type: ignore[attr-defined]
         self.inplace = is_inplace(name)
+        # A view must be of the tensor itself, so that writes reach it.
+        self.use_reduced = not self.inplace and not self.generic and not op.makes_views  # type: ignore[attr-defined]
         self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
         self.cache: dict[tuple[Any, ...], Plan] = {}
 

@@ -81,12 +81,14 @@ class LayoutOp(DistributedOp):
         floats_matter: whether a float argument can change one too (the order of a norm). A rule that reads a float while
             this is False must read it from the local arguments.
         uncounted: names or positions of tensor inputs read only for dtype, device or shape.
+        makes_views: whether the result may share memory with the first input.
     """
 
     signature: str | None = None
     scalars_matter: bool = True
     floats_matter: bool = False
     uncounted: Sequence[int | str] = ()
+    makes_views: bool = False
     cache_expand = True
 
     def __init__(self, op_name: str, **params: Any) -> None:

@@ -59,7 +59,9 @@ def of(found):
 def test_functions_are_those_called_on_what_would_be_sharded(folder):
     (sample,) = sample_models("small_model_of_a_test:factory")
     functions = of(coverage_of(trace_training_step(sample), Registry(PluginManager([], {}), {})))
-    assert {"torch.nn.functional.linear", "torch.ops.coverage_of_a_test.squeeze_out", "torch.Tensor.mul"} <= set(functions)
+    assert {"torch.nn.functional.linear", "torch.ops.coverage_of_a_test.squeeze_out", "torch.Tensor.mul"} <= set(
+        functions
+    )
     assert "torch.Tensor.cumprod" not in functions
     assert "torch.Tensor.addcdiv_" in functions, "the optimizer's step counts too"
     assert functions["torch.Tensor.grad"].provider == functions["torch.Tensor.backward"].provider == "core"

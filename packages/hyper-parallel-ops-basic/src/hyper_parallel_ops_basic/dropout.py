@@ -48,6 +48,10 @@ class Dropout(LayoutOp):
             if not bound.get("training", bound.get("train", True)) or p == 0:
                 return func(*args, **kwargs)
             mask = draw(mask_layout, shape, lambda: func(ones_of(call, x.device), p, True))
+            if x.device.type != "cpu" and x.dtype.itemsize < 4:
+                # Fused kernels scale in float32: a mask of this dtype would round the scale.
+                out = (x.float() * (mask != 0).float().mul_(1 / (1 - p) if p < 1 else 0)).to(x.dtype)
+                return x.copy_(out) if call.inplace or bound.get("inplace") else out
             return x.mul_(mask) if call.inplace or bound.get("inplace") else x * mask
 
         return Solution([target], [target], drop)

@@ -26,6 +26,8 @@ from hyper_parallel_ops_basic.index_arguments import Index
 class GetItem(StrategyOp):
     """``x[index]``."""
 
+    makes_views = True
+
     def index(self, call: Call) -> Index:
         """The index in its one general form."""
         return Index(call.args[1], call.inputs[0].shape)

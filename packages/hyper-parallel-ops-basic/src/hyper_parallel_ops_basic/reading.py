@@ -34,4 +34,5 @@ class Read(FunctionOp):
 
 
 def _whole(value: Any) -> Any:
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    # The reduced form is remembered: a norm or loss that was used is read again for nothing.
+    return value.reduce_partial().detach().full_tensor() if isinstance(value, DTensor) else value

@@ -26,6 +26,8 @@ class Split(LayoutOp):
         dim: dimension, when the function has no argument for it.
     """
 
+    makes_views = True
+
     signature = "input, sizes=None, dim=0, *, split_size_or_sections, split_size, split_sizes, chunks, indices_or_sections"
 
     def __init__(self, op_name: str, *, dim: int | None = None) -> None:
@@ -74,6 +76,8 @@ def _cut(x: torch.Tensor, slices: list[slice], dim: int) -> tuple[torch.Tensor, 
 
 class Unbind(LayoutOp):
     """``unbind``: the dimension goes away, so it cannot stay sharded."""
+
+    makes_views = True
 
     signature = "input, dim=0"
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from hyper_parallel.analysis.core_functions import is_answered_by_core
 from hyper_parallel.analysis.function_trace import FunctionTrace
 from hyper_parallel.analysis.sample_models import SampleModel
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import OpConflictError, PluginError
 from hyper_parallel.function_names import display_name
-from hyper_parallel.metadata import handler_of
 from hyper_parallel.registry import Registry, known_pack
 
 __all__ = ["FunctionCoverage", "coverage_of", "trace_training_step"]
@@ -29,8 +27,8 @@ class FunctionCoverage:
     Attributes:
         name: its readable name.
         calls: how often the step calls it on tensors that would be sharded.
-        status: ``ok`` when there is a rule, or none is needed; ``missing``; ``conflict`` when several plugins have one and
-            nothing says which is meant; ``broken`` when the rule's class cannot be used.
+        status: ``ok`` when there is a rule, or none is needed; ``missing``; ``conflict`` when several plugins have one
+            and nothing says which is meant; ``broken`` when the rule's class cannot be used.
         provider: the plugin whose rule serves it, ``core``, or None.
         source: ``file:line`` of the rule's registration, or None.
         pack: for a missing one, the pip package of ours that has a rule.
@@ -74,13 +72,15 @@ def coverage_of(trace: FunctionTrace, registry: Registry) -> list[FunctionCovera
 
 def _coverage(func: Callable[..., Any], calls: int, where: str, registry: Registry) -> FunctionCoverage:
     name = display_name(func).removesuffix(".__get__")
-    if _is_answered_by_core(func):
+    if is_answered_by_core(func):
         return FunctionCoverage(name, calls, "ok", "core", None, None, where)
     try:
         entry = registry.find_entry(func)
         if entry is None:
             pack = known_pack(display_name(func))
-            return FunctionCoverage(name, calls, "missing", None, None, pack, where, "no installed plugin has a rule for it")
+            return FunctionCoverage(
+                name, calls, "missing", None, None, pack, where, "no installed plugin has a rule for it"
+            )
         assert entry.op is not None  # made here, so that a class that cannot be used is found
     except OpConflictError as error:
         return FunctionCoverage(name, calls, "conflict", None, None, None, where, str(error))
@@ -89,20 +89,15 @@ def _coverage(func: Callable[..., Any], calls: int, where: str, registry: Regist
     return FunctionCoverage(name, calls, "ok", entry.provider, entry.source, None, where)
 
 
-def _is_answered_by_core(func: Callable[..., Any]) -> bool:
-    """Whether DTensor has the method or property itself, or the dispatcher needs no rule for the function."""
-    if handler_of(func) is not None:
-        return True
-    owner = getattr(func, "__self__", None)
-    if isinstance(func, types.MethodWrapperType) and isinstance(owner, (types.GetSetDescriptorType, property)):
-        name = owner.fget.__name__ if isinstance(owner, property) and owner.fget else getattr(owner, "__name__", "")
-        return name in vars(DTensor)
-    name = getattr(func, "__name__", "")
-    return name in vars(DTensor) and getattr(torch.Tensor, name, None) is func
-
-
 def _added(first: FunctionCoverage, second: FunctionCoverage) -> FunctionCoverage:
     worse = second if first.status == "ok" else first
     return FunctionCoverage(
-        worse.name, first.calls + second.calls, worse.status, worse.provider, worse.source, worse.pack, worse.where, worse.reason
+        worse.name,
+        first.calls + second.calls,
+        worse.status,
+        worse.provider,
+        worse.source,
+        worse.pack,
+        worse.where,
+        worse.reason,
     )

@@ -1,8 +1,8 @@
 """Which torch functions a program calls on the tensors that would be DTensors if the model were sharded.
 
 Those are the parameters, the buffers, the inputs, and everything computed from them. A mask that a forward makes from
-nothing (``torch.arange``, ``torch.full``) stays a plain tensor in a sharded run too, so it does not count until it meets one
-of the others.
+nothing (``torch.arange``, ``torch.full``) stays a plain tensor in a sharded run too, so it does not count until it
+meets one of the others.
 """
 
 from __future__ import annotations

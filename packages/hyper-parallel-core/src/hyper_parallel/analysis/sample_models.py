@@ -1,7 +1,7 @@
 """A small model to look at, from a name: a ``transformers`` model id, a config, or a function of the user's.
 
-No weights are loaded. A ``transformers`` model is built twice as small as needed to see every function: with few layers,
-heads and experts on the CPU, or, where its configuration does not stand that, with few layers on the meta device.
+No weights are loaded. A ``transformers`` model is built as small as still shows every function: with few layers, heads
+and experts on the CPU, or, where its configuration does not stand that, with few layers on the meta device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class SampleModel:
         leaves = output.values() if isinstance(output, Mapping) else pytree.tree_leaves(output)
         found = [leaf.sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not found:
-            raise ModelNotUsable("the model returns no tensor that needs a gradient, so there is no training step to look at")
+            raise ModelNotUsable(
+                "the model returns no tensor that needs a gradient, so there is no training step to look at"
+            )
         return sum(found[1:], start=found[0])
 
 
@@ -63,8 +65,8 @@ def sample_models(name: str) -> Iterator[SampleModel]:
     """Ways to build the model of this name, best first; the next one is for when the last one fails in use.
 
     Args:
-        name: ``package:function`` that returns a module, or a module and its batch (a dict of keyword arguments, or a tuple);
-            a folder with ``config.json`` or such a file; a model id, or a model type such as ``qwen3``.
+        name: ``package:function`` that returns a module, or a module and its batch (a dict of keyword arguments, or a
+            tuple); a folder with ``config.json`` or such a file; a model id, or a model type such as ``qwen3``.
 
     Raises:
         ModelNotUsable: when there is none.
@@ -106,14 +108,16 @@ def load_function(name: str) -> Callable[..., Any]:
         found = getattr(found, part, None)
     if not callable(found):
         raise ModelNotUsable(f"{name}: module {module_name!r} has no function {attribute!r}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _from_function(function: Callable[..., Any], name: str) -> SampleModel:
     made = function()
     model, batch = made if isinstance(made, tuple) else (made, ())
     if not isinstance(model, torch.nn.Module):
-        raise ModelNotUsable(f"{name} returned a {type(model).__name__}; it must return a module, or a module and its batch")
+        raise ModelNotUsable(
+            f"{name} returned a {type(model).__name__}; it must return a module, or a module and its batch"
+        )
     if isinstance(batch, Mapping):
         return SampleModel(model, kwargs=dict(batch))
     return SampleModel(model, batch if isinstance(batch, tuple) else (batch,))
@@ -124,11 +128,11 @@ def _from_function(function: Callable[..., Any], name: str) -> SampleModel:
 
 def _config(name: str) -> Any:
     try:
-        import transformers
+        transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise ModelNotUsable(
-            f"{name!r} is looked up by transformers, which is not installed: {sys.executable} -m pip install transformers, "
-            "or give package:function"
+            f"{name!r} is looked up by transformers, which is not installed:\n"
+            f"  {sys.executable} -m pip install transformers, or give package:function"
         ) from None
     if not Path(name).exists() and name in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(name)
@@ -142,17 +146,16 @@ def _config(name: str) -> Any:
 
 
 def _build(config: Any, device: str) -> torch.nn.Module:
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     # On the meta device some kernels exist for training's usual dtype only; there it costs nothing.
     dtype = torch.bfloat16 if device == "meta" else torch.float32
     with torch.device(device), _default_dtype(dtype):
         if type(config) in transformers.AutoModelForCausalLM._model_mapping:
-            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(config)
         for architecture in config.architectures or ():
             if hasattr(transformers, architecture):
-                return getattr(transformers, architecture)(config)  # type: ignore[no-any-return]
-        return transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
+                return getattr(transformers, architecture)(config)
+        return transformers.AutoModel.from_config(config)
 
 
 @contextmanager
@@ -179,9 +182,11 @@ def _text(config: Any) -> Any:
 # Names of sizes in configurations, and the largest value that they keep.
 _LIMITS = {
     "vocab_size": 256, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "n_group": 2, "topk_group": 1,
     "q_lora_rank": 32, "kv_lora_rank": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 4, "index_topk": 8, "num_nextn_predict_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 4, "index_topk": 8,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        help="a transformers model id, a model type such as qwen3, a config.json or its folder, or package:function, which "
-        "returns a module, or a module and its batch",
+        help="a transformers model id, a model type such as qwen3, a config.json or its folder, or package:function, "
+        "which returns a module, or a module and its batch",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as HTML")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -65,7 +65,9 @@ def _traced(name: str) -> tuple[str, FunctionTrace]:
         except Exception as error:
             if ":" in name:  # the user's own function: its traceback says more than we do
                 raise
-            failures.append(f"  {sample.how}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            failures.append(
+                f"  {sample.how}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
     raise ModelNotUsable(
         f"no training step of {name} could be run:\n" + "\n".join(failures) + "\n"
         "  write a function that returns a small model and its batch, and give it as package:function"

@@ -7,14 +7,21 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from hyper_parallel.cli import coverage_command, doctor_command, new_plugin_command, ops_command, plugins_command
+from hyper_parallel.cli import (
+    coverage_command,
+    doctor_command,
+    explain_command,
+    new_plugin_command,
+    ops_command,
+    plugins_command,
+)
 from hyper_parallel.cli.reporting import tolerant_manager
 from hyper_parallel.errors import PluginError
 from hyper_parallel.plugins import Command, PluginManager, use_manager
 
 CORE_COMMANDS = tuple(
     module.COMMAND
-    for module in (plugins_command, ops_command, coverage_command, doctor_command, new_plugin_command)
+    for module in (plugins_command, ops_command, coverage_command, explain_command, doctor_command, new_plugin_command)
 )
 
 

@@ -52,6 +52,7 @@ class Reshape(LayoutOp):
 
     # view_as and reshape_as read only the shape of the second tensor.
     uncounted = (1,)
+    makes_views = True
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
@@ -205,6 +206,8 @@ class DimMap(LayoutOp):
         kind: which argument form the function has.
     """
 
+    makes_views = True
+
     def __init__(self, op_name: str, *, kind: str) -> None:
         self.kind = kind
         super().__init__(op_name)
@@ -270,6 +273,7 @@ class Expand(LayoutOp):
     """``expand``, ``expand_as``, ``broadcast_to``: dims of size 1 grow, new dims come in front."""
 
     uncounted = (1,)
+    makes_views = True
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]

@@ -1,0 +1,1 @@
+"""Fused SwiGLU. Importing this package imports no torch; ``operators`` and ``module`` do."""

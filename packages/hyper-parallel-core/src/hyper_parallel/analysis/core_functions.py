@@ -1,0 +1,26 @@
+"""Torch functions that work on DTensors without a rule, because core answers them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.metadata import handler_of
+
+__all__ = ["is_answered_by_core"]
+
+
+def is_answered_by_core(func: Callable[..., Any]) -> bool:
+    """Whether DTensor has the method or property itself, or the dispatcher needs no rule for the function."""
+    if handler_of(func) is not None:
+        return True
+    owner = getattr(func, "__self__", None)
+    if isinstance(func, types.MethodWrapperType) and isinstance(owner, (types.GetSetDescriptorType, property)):
+        name = owner.fget.__name__ if isinstance(owner, property) and owner.fget else getattr(owner, "__name__", "")
+        return name in vars(DTensor)
+    name = getattr(func, "__name__", "")
+    return name in vars(DTensor) and getattr(torch.Tensor, name, None) is func

@@ -1,0 +1,153 @@
+"""``hyper-parallel explain``: layouts, redistributions and collectives of a program, without a cluster."""
+
+import json
+import os
+import textwrap
+
+import pytest
+import torch.distributed as dist
+
+from hyper_parallel.analysis.fake_world import fake_world, parse_mesh
+from hyper_parallel.analysis.op_trace import readable_size
+from hyper_parallel.cli import main
+from hyper_parallel.plugins import PluginManager
+from hyper_parallel.registry import Registry, use_registry
+
+PROGRAM = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from hyper_parallel import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+    def work(mesh):
+        x = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0), Partial()]).requires_grad_()
+        for _ in range(3):
+            y = x.exp()                                            # line 9
+        y.redistribute(placements=[Replicate(), Replicate()])      # line 10
+        return y
+
+    def broken():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        work(mesh).expm1()
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")                            # keeps the pretended one
+        print("RANK", dist.get_rank(), os.environ["WORLD_SIZE"], sys.argv[1:])
+        work(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))).mul(2.0)
+        dist.destroy_process_group()
+        sys.exit(0)
+"""
+
+RULES = """
+    __default__: {distributed_op_module: hyper_parallel.families.elementwise, distributed_op_class: Elementwise}
+    exp: {}
+    mul: {params: {linear: each}}
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    path = tmp_path / "program_of_a_test.py"
+    path.write_text(textwrap.dedent(PROGRAM).lstrip())
+    (tmp_path / "rules.yaml").write_text(textwrap.dedent(RULES))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = Registry(PluginManager([], {}), {})
+    registry.load_table(tmp_path / "rules.yaml")
+    with use_registry(registry):
+        yield path
+
+
+def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
+    assert main(["explain", "--mesh", "dp=2,tp=2", str(program), "--flag", "3"]) == 0
+    assert not dist.is_initialized()
+    assert "WORLD_SIZE" not in os.environ
+    shown = capsys.readouterr()
+    assert "RANK 0 4 ['--flag', '3']" in shown.err
+    assert (
+        textwrap.dedent(
+            f"""
+        layouts are written per mesh axis: dp, tp
+
+        Tensor.exp
+          at    {program}:9
+          in    [8, 4] S(0),P(sum)
+          move  S(0),P(sum) -> S(0),R
+          comm  all_reduce 64 B over tp (2 ranks)
+          out   [8, 4] S(0),R
+        Tensor.exp  x2
+          at    {program}:9
+          in    [8, 4] S(0),P(sum)
+          out   [8, 4] S(0),R
+        (outside operators)
+          at    {program}:10
+          move  S(0),R -> R,R
+          comm  all_gather 128 B over dp (2 ranks)
+        Tensor.mul
+          at    {program}:20
+          in    [8, 4] S(0),R
+          out   [8, 4] S(0),R
+
+        COLLECTIVE  CALLS  BYTES  AXES
+        all_gather  1      128    dp
+        all_reduce  1      64     tp
+        """
+        )
+        == "\n" + shown.out
+    )
+
+
+def test_function_gets_the_mesh_and_equal_steps_can_be_shown_one_by_one(program, capsys):
+    assert main(["explain", "--mesh", "a=4,b=8", "--all", "--json", "program_of_a_test:work"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["schema"], content["mesh"], content["ok"]) == (1, {"a": 4, "b": 8}, True)
+    assert [step["name"] for step in content["steps"]] == ["Tensor.exp"] * 3 + ["(outside operators)"]
+    assert content["steps"][0]["inputs"] == ["[16, 4] S(0),P(sum)"]
+    assert content["steps"][0]["collectives"] == [
+        {"op": "all_reduce", "nbytes": 64, "axes": ["b"], "ranks": 8, "change": "S(0),P(sum) -> S(0),R"}
+    ]
+    assert content["totals"][0] == {"collective": "all_gather", "calls": "1", "bytes": "256", "axes": "a"}
+
+
+def test_program_that_fails_is_shown_up_to_there(program, capsys, tmp_path):
+    report = tmp_path / "report.html"
+    assert main(["explain", "--html", str(report), "program_of_a_test:broken"]) == 1
+    shown = capsys.readouterr()
+    assert "error MissingOpError: torch.Tensor.expm1 has no distributed rule" in shown.out
+    assert "Traceback" in shown.err
+    page = report.read_text()
+    assert '<tr class="bad"><td>Tensor.expm1' in page
+    assert '<tr class="note"><td>Tensor.exp<' in page
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--mesh", "dp2", "program_of_a_test:work"], "a mesh is written as dp=2,tp=4"),
+        (["nothing_here.py"], "'nothing_here.py' is neither a file nor package:function"),
+        (["program_of_a_test:wrok"], "has no function 'wrok'"),
+    ],
+)
+def test_wrong_use_ends_with_two(program, capsys, arguments, text):
+    assert main(["explain", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_mesh_is_parsed_strictly():
+    assert parse_mesh("dp=2, tp=4") == {"dp": 2, "tp": 4}
+    for text in ("", "dp", "dp=0", "dp=2,dp=3", "2=2"):
+        with pytest.raises(ValueError, match="a mesh is written as"):
+            parse_mesh(text)
+
+
+def test_fake_world_refuses_to_replace_a_process_group():
+    with fake_world(2):
+        assert dist.get_world_size() == 2
+        with pytest.raises(RuntimeError, match="needs a process of its own"), fake_world(2):
+            pass
+
+
+@pytest.mark.parametrize(("size", "text"), [(3, "3 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")])
+def test_sizes_are_readable(size, text):
+    assert readable_size(size) == text

@@ -1,0 +1,139 @@
+"""Reading and writing by index along a dimension, embedding and one-hot, against plain torch on all layouts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel import RedistributionError, Replicate, Shard, distribute_tensor
+from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.checking import mesh_of
+
+MATRIX, ROWS, COLUMNS = tensor(5, 6), tensor(3, 6), tensor(5, 3)
+IDS = torch.tensor([4, 0, 2])
+ROW_IDS = torch.tensor([[4, 0, 1, 1, 3, 2], [0, 0, 2, 4, 4, 1], [2, 3, 3, 1, 0, 0]])
+DISTINCT = torch.tensor([[4, 0, 1, 1, 3, 2], [0, 1, 2, 4, 4, 1], [2, 3, 3, 2, 0, 0]])
+COLUMN_IDS = tensor(5, 3, dtype=torch.int64, high=6)
+
+
+class Quick(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 20
+
+
+class TestIndexSelect(Quick):
+    op = torch.index_select
+    samples = (sample(MATRIX, 0, IDS), sample(MATRIX, -1, IDS))
+
+
+class TestGather(Quick):
+    op = torch.gather
+    samples = (sample(MATRIX, 0, ROW_IDS), sample(MATRIX, 1, COLUMN_IDS))
+
+
+class TestIndexAdd(Quick):
+    op = torch.index_add
+    inplace = "index_add_"
+    samples = (sample(MATRIX, 0, IDS, ROWS, alpha=2), sample(MATRIX, 1, IDS, COLUMNS))
+
+
+class TestIndexCopy(Quick):
+    op = torch.index_copy
+    inplace = "index_copy_"
+    samples = (sample(MATRIX, 0, IDS, ROWS),)
+
+
+class TestIndexFill(Quick):
+    op = torch.index_fill
+    inplace = "index_fill_"
+    samples = (sample(MATRIX, 1, IDS, 2.0),)
+
+
+class TestIndexReduce(Quick):
+    op = torch.index_reduce
+    samples = (sample(MATRIX, 0, IDS, ROWS, "amax"),)
+
+
+class TestScatter(Quick):
+    op = torch.scatter
+    inplace = "scatter_"
+    samples = (sample(MATRIX, 0, DISTINCT, ROWS), sample(MATRIX, 0, DISTINCT, 1.0))
+
+
+class TestScatterAdd(Quick):
+    op = torch.scatter_add
+    inplace = "scatter_add_"
+    samples = (sample(MATRIX, 0, ROW_IDS, ROWS), sample(MATRIX, 1, COLUMN_IDS, COLUMNS))
+
+
+class TestScatterReduce(Quick):
+    op = torch.scatter_reduce
+    samples = (
+        sample(MATRIX, 0, ROW_IDS, ROWS, "sum"),
+        sample(MATRIX, 0, ROW_IDS, ROWS, reduce="amax"),
+        sample(MATRIX, 0, ROW_IDS, ROWS, "mean", include_self=False),
+    )
+
+
+class TestEmbedding(Quick):
+    op = F.embedding
+    samples = (
+        sample(tensor(2, 5, dtype=torch.int64, high=6), tensor(6, 5)),
+        sample(tensor(2, 5, dtype=torch.int64, high=6), tensor(6, 5), padding_idx=-1),
+        sample(tensor(3, dtype=torch.int64, high=2), tensor(2, 3)),
+        sample(tensor(5, dtype=torch.int64, high=6), tensor(6, 5), scale_grad_by_freq=True),
+    )
+
+
+class TestOneHot(Quick):
+    op = F.one_hot
+    samples = (sample(tensor(2, 5, dtype=torch.int64), 7), sample(tensor(5, dtype=torch.int64)))
+
+
+def spread(value, *placements):
+    return distribute_tensor(value, mesh_of((4,)), placements)
+
+
+@pytest.mark.ranks(4)
+def test_a_vocabulary_larger_than_a_rank_gives_no_nan():
+    table = torch.full((5, 2), torch.nan)
+    table[1] = 3.0
+    weight = spread(table, Shard(0)).requires_grad_()
+    ids = spread(torch.tensor([1, 1]), Replicate())
+    with CommTrace() as trace:
+        out = F.embedding(ids, weight).redistribute(placements=[Shard(0)])
+    assert trace.counts == {"reduce_scatter": 1}
+    assert torch.equal(out.full_tensor(), torch.full((2, 2), 3.0))
+    out.backward(torch.ones(2, 2))
+    assert torch.equal(weight.grad.full_tensor()[1], torch.full((2,), 2.0))
+
+
+@pytest.mark.ranks(4)
+def test_options_that_need_the_whole_table_are_refused():
+    weight, ids = spread(torch.randn(5, 2), Shard(0)), spread(torch.tensor([1, 1]), Replicate())
+    for option in ({"max_norm": 1.0}, {"sparse": True}):
+        with pytest.raises(RedistributionError, match="whole table"):
+            F.embedding(ids, weight, **option)
+
+
+@pytest.mark.ranks(4)
+def test_mixture_of_experts_scatters_back():
+    """``zeros_like`` then ``index_add_``: a Replicate target, sources whose gradients arrive in terms."""
+    torch.manual_seed(0)
+    h, w = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    ids = torch.tensor([5, 0, 3])
+
+    def moe(h, w, ids):
+        out = torch.zeros_like(h)
+        out.index_add_(0, ids, F.linear(h[ids], w).sigmoid() * 2)
+        return out
+
+    plain_h, plain_w = h.clone().requires_grad_(), w.clone().requires_grad_()
+    moe(plain_h, plain_w, ids).sum().backward()
+    for placement in (Replicate(), Shard(1)):
+        x, weight = spread(h, placement).requires_grad_(), spread(w, placement).requires_grad_()
+        out = moe(x, weight, spread(ids, Replicate()))
+        assert torch.allclose(out.full_tensor(), moe(h, w, ids))
+        out.sum().backward()
+        assert torch.allclose(x.grad.full_tensor(), plain_h.grad)
+        assert torch.allclose(weight.grad.full_tensor(), plain_w.grad)

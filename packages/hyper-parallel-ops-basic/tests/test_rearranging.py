@@ -1,0 +1,86 @@
+"""Joining, repeating and moving elements against plain torch, on all layouts."""
+
+import pytest
+import torch
+
+from hyper_parallel import PackedShard, Shard, distribute_tensor
+from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.checking import mesh_of
+
+MATRIX, NARROW, VECTOR = tensor(5, 6), tensor(5, 2), tensor(6)
+
+
+class Quick(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 20
+
+
+class TestCat(Quick):
+    op = torch.cat
+    samples = (sample([MATRIX, MATRIX]), sample((MATRIX, NARROW, MATRIX), dim=-1))
+
+
+class TestStack(Quick):
+    op = torch.stack
+    samples = (sample([MATRIX, MATRIX], 1),)
+
+
+class TestVStack(Quick):
+    op = torch.vstack
+    samples = (sample([MATRIX, VECTOR]), sample([VECTOR, VECTOR]))
+
+
+class TestHStack(Quick):
+    op = torch.hstack
+    samples = (sample([MATRIX, NARROW]), sample([VECTOR, VECTOR]))
+
+
+class TestFlip(Quick):
+    op = torch.flip
+    samples = (sample(MATRIX, [0]), sample(MATRIX, [1, -2]))
+
+
+class TestRoll(Quick):
+    op = torch.roll
+    samples = (sample(MATRIX, 2, 1), sample(MATRIX, (1, 2), (0, 1)), sample(MATRIX, 2))
+
+
+class TestRepeat(Quick):
+    op = torch.Tensor.repeat
+    samples = (sample(MATRIX, 2, 1), sample(VECTOR, (2, 1, 3)))
+
+
+class TestTile(Quick):
+    op = torch.tile
+    samples = (sample(MATRIX, (2,)),)
+
+
+class TestRepeatInterleave(Quick):
+    op = torch.repeat_interleave
+    samples = (sample(MATRIX, 2, 0), sample(tensor(3, 8), 3, dim=1), sample(MATRIX, 2))
+
+
+class TestTril(Quick):
+    op = torch.tril
+    inplace = "tril_"
+    samples = (sample(MATRIX), sample(tensor(2, 6, 5), -1))
+
+
+class TestTriu(Quick):
+    op = torch.triu
+    inplace = "triu_"
+    samples = (sample(MATRIX, 1), sample(tensor(2, 1), 0))
+
+
+@pytest.mark.ranks(4)
+def test_joining_along_the_sharded_dim_needs_no_communication():
+    a, b = torch.randn(5, 3), torch.randn(8, 3)
+    x, y = (distribute_tensor(t, mesh_of((4,)), [Shard(0)]) for t in (a, b))
+    with CommTrace() as trace:
+        joined = torch.cat([x, y])
+        first, second = joined.split([5, 8])
+    assert not trace.counts
+    assert joined.placements == (PackedShard(0, (5, 8)),)
+    assert first.placements == second.placements == (Shard(0),)
+    assert torch.equal(joined.full_tensor(), torch.cat([a, b]))

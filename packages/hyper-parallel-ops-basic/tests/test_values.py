@@ -1,0 +1,123 @@
+"""Casts, factories, reading values and overwriting, against plain torch on all layouts."""
+
+import pytest
+import torch
+
+from hyper_parallel import Partial, Replicate, Shard, distribute_tensor, redistribute_policy
+from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.checking import mesh_of
+
+MATRIX = tensor(5, 6)
+
+
+class Quick(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 15
+
+
+class TestTo(Quick):
+    op = torch.Tensor.to
+    rtol = atol = 1e-4
+    samples = (
+        sample(MATRIX, torch.float32),
+        sample(MATRIX, "cpu", torch.float32),
+        sample(MATRIX, torch.float64, copy=True).options(name="copy"),
+        sample(MATRIX, torch.int64),
+        sample(MATRIX, tensor(3, dtype=torch.float32, grad=False)).options(name="other"),
+    )
+
+
+class TestTypeAs(Quick):
+    op = torch.Tensor.type_as
+    samples = (sample(MATRIX, tensor(3, dtype=torch.int32)),)
+
+
+class TestBool(Quick):
+    op = torch.Tensor.bool
+    samples = (sample(MATRIX),)
+
+
+class TestZerosLike(Quick):
+    op = torch.zeros_like
+    samples = (sample(MATRIX), sample(MATRIX, dtype=torch.int64))
+
+
+class TestFullLike(Quick):
+    op = torch.full_like
+    samples = (sample(MATRIX, 3.0),)
+
+
+class TestNewZeros(Quick):
+    op = torch.Tensor.new_zeros
+    samples = (sample(MATRIX, 5, 6), sample(MATRIX, (2, 3)), sample(MATRIX, (5, 6), dtype=torch.int32))
+
+
+class TestNewFull(Quick):
+    op = torch.Tensor.new_full
+    samples = (sample(MATRIX, (5, 6), 2.0), sample(MATRIX, size=(4,), fill_value=1))
+
+
+class TestNewTensor(Quick):
+    op = torch.Tensor.new_tensor
+    samples = (sample(MATRIX, [1.0, 2.0]),)
+
+
+def filled(x):
+    return x.clone().fill_(3.0)
+
+
+class TestFill(Quick):
+    op = filled
+    samples = (sample(MATRIX),)
+
+
+def overwritten(x, source):
+    return x.clone().copy_(source)
+
+
+class TestCopy(Quick):
+    op = overwritten
+    samples = (sample(MATRIX, MATRIX), sample(MATRIX, tensor(6)))
+
+
+def spread(value, *placements):
+    return distribute_tensor(value, mesh_of((4,)), placements)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placement", [Replicate(), Partial()])
+def test_numbers_are_global(placement):
+    x = spread(torch.tensor([3.0]), Replicate()).redistribute(placements=[placement])
+    with redistribute_policy("strict"):
+        assert (x.item(), float(x), int(x), bool(x)) == (3.0, 3.0, 3, True)
+    assert list(range(5))[x.long()] == 3
+    assert f"{x.reshape(()):.1f}" == "3.0"
+
+
+@pytest.mark.ranks(4)
+def test_contents_are_global():
+    value = torch.arange(5.0)
+    x = spread(value, Shard(0))
+    assert x.tolist() == value.tolist()
+    assert x.numpy().tolist() == value.tolist()
+    assert 4 in x
+    assert 5 not in x
+    assert torch.equal(x, spread(value, Replicate()))
+    assert not x.allclose(spread(value + 1, Replicate()))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        spread(value, Shard(0)).requires_grad_().numpy()
+
+
+@pytest.mark.ranks(4)
+def test_factories_do_not_follow_the_gradient():
+    x = spread(torch.ones(4), Replicate()).requires_grad_()
+    varying = x.redistribute(placements=[Replicate()], grad_placements=[Partial()])
+    assert torch.zeros_like(varying).grad_placements == (Replicate(),)
+    assert torch.zeros_like(x.redistribute(placements=[Partial()])).placements == (Replicate(),)
+
+
+@pytest.mark.ranks(4)
+def test_a_cast_that_changes_nothing_is_the_tensor_itself():
+    x = spread(torch.ones(4), Shard(0))
+    assert x.to(torch.float32) is x
+    assert x.float() is x
