@@ -12,6 +12,7 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -60,11 +61,24 @@ def build_wheels(session: nox.Session, packages: tuple[str, ...], target: Path) 
 
     Paths, and no index: an installer that looks names up may serve an older wheel of the same version.
     """
+    return build(session, [folder(package) for package in packages], target)
+
+
+def build(session: nox.Session, sources: list[Path], target: Path) -> list[str]:
+    """Build wheels of source folders into the folder ``target``, which is emptied first."""
     session.install("hatchling")
     shutil.rmtree(target, ignore_errors=True)
-    sources = [str(folder(package)) for package in packages]
-    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target), *sources)
+    arguments = ("--no-deps", "--no-build-isolation", "-w", str(target), *map(str, sources))
+    session.run("python", "-m", "pip", "wheel", "-q", *arguments)
     return sorted(str(path) for path in target.glob("*.whl"))
+
+
+def expect(session: nox.Session, text: str, *command: str, **options: Any) -> None:
+    """Run a command that must print ``text``."""
+    printed = session.run(*command, silent=True, **options) or ""
+    session.log(printed)
+    if text not in printed:
+        session.error(f"{' '.join(command)} did not print {text!r}")
 
 
 @nox.session(venv_backend="none")
@@ -103,6 +117,44 @@ def isolated(session: nox.Session, package: str) -> None:
             "python", "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(copy), "--import-mode=importlib",
             "--timeout=600", *session.posargs, str(copy),
         )  # fmt: skip
+
+
+@nox.session
+def third_party(session: nox.Session) -> None:
+    """Build a third party's op pack, install it beside our wheels, use it in training, remove it again."""
+    session.install(*INSTALL_TORCH)
+    temporary = Path(session.create_tmp())
+    ours = build_wheels(session, ("core", "ops-basic"), temporary / "wheels")
+    (theirs,) = build(session, [ROOT / "examples" / "plugins" / "hyper-parallel-swiglu"], temporary / "their-wheel")
+    session.install("-c", "constraints.txt", *ours, *TEST_TOOLS)
+    session.install("--no-deps", theirs)  # its requirement, core in this version, is in no index yet
+    session.run("python", "-m", "pip", "check")
+
+    # Away from the sources: only what is installed counts.
+    copy = temporary / "pack"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT / "examples" / "plugins" / "hyper-parallel-swiglu", copy, ignore=shutil.ignore_patterns("src"))
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    op = "torch.ops.hyper_parallel_swiglu.swiglu"
+    with session.chdir(copy):
+        expect(session, "swiglu     hyper-parallel-swiglu     1.0.0    1    ok", "hyper-parallel", "plugins")
+        expect(
+            session,
+            "PS(1, (2, 2))  ->  S(1)",
+            "hyper-parallel",
+            "ops",
+            op,
+            "--import",
+            "hyper_parallel_swiglu.operators",
+        )
+        expect(session, "everything is in order", "hyper-parallel", "doctor")
+        session.run("python", "-m", "pytest", "-q", "--timeout=600", *session.posargs)
+        expect(session, "trained on 2 ranks", "torchrun", "--nproc-per-node", "2", "training_step.py", env=one_thread)
+        session.run("python", "-m", "pip", "uninstall", "-q", "-y", "hyper-parallel-swiglu")
+        gone = session.run("hyper-parallel", "plugins", silent=True) or ""
+        if "swiglu" in gone:
+            session.error(f"the pack is removed, yet it is still listed:\n{gone}")
+        session.run("hyper-parallel", "ops", op, success_codes=[1])
 
 
 @nox.session
@@ -149,6 +201,12 @@ def hints(session: nox.Session) -> None:
     """Write anew which of our op packs has which op, for the message about a missing one."""
     run(session, "python", "tools/write_pack_hints.py")
     run(session, "ruff", "format", "packages/hyper-parallel-core/src/hyper_parallel/_pack_hints.py")
+
+
+@nox.session(venv_backend="none")
+def hooks(session: nox.Session) -> None:
+    """Write the reference of the plugin hooks anew."""
+    run(session, "python", "tools/write_hook_reference.py")
 
 
 @nox.session(venv_backend="none")

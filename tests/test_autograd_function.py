@@ -236,6 +236,25 @@ def test_autograd_grad_and_double_backward(placements):
 
 
 @pytest.mark.ranks(4)
+@placed
+def test_double_backward_through_tensors_that_were_saved_with_hooks(placements):
+    """C++ unpacks copies of the wrappers then, which must lead to the tensors that were saved."""
+    (value,) = values(1)
+
+    def penalty(x):
+        with torch.autograd.graph.save_on_cpu():
+            y = Cube.apply(torch.sin(x))
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (gradient**2).sum()
+
+    plain = value.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(plain), plain)
+    x = make(value, mesh_of((2, 2)), placements, requires_grad=True)
+    (gradient,) = torch.autograd.grad(penalty(x), x)
+    torch.testing.assert_close(gradient.full_tensor(), expected)
+
+
+@pytest.mark.ranks(4)
 def test_a_graph_is_kept_or_freed_as_the_caller_says():
     x = make(values(1)[0], mesh_of((4,)), [Shard(0)], requires_grad=True)
     loss = Cube.apply(x).sum()

@@ -1,7 +1,11 @@
-"""One training step of a tensor-parallel SwiGLU layer, compared with one device: torchrun --nproc-per-node 2 training_step.py"""
+"""One training step of a tensor-parallel SwiGLU layer, compared with one device.
+
+torchrun --nproc-per-node 2 training_step.py
+"""
 
 import torch
 import torch.distributed as dist
+
 from hyper_parallel import CommTrace, PackedShard, Replicate, Shard, SwiGLU, distribute_tensor, init_device_mesh
 
 HIDDEN, WIDTH = 16, 24

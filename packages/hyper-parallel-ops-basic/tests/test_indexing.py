@@ -101,12 +101,12 @@ def test_a_packed_weight_splits_without_communication():
 @pytest.mark.ranks(4)
 def test_views_of_a_sharded_tensor_are_views():
     x = spread(torch.zeros(8, 3), Shard(0))
-    x[2:6:2].add_(1)
+    x[::2].add_(1)
     x.narrow(1, 0, 1).fill_(5)
     first, _ = x.split([1, 2], 1)
-    first[:4:1, 0] = 7
+    first[:4, 0] = 7
     want = torch.zeros(8, 3)
-    want[2:6:2] += 1
+    want[::2] += 1
     want[:, :1] = 5
     want[:4, 0] = 7
     assert torch.equal(x.full_tensor(), want)

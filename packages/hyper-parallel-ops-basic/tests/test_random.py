@@ -52,7 +52,9 @@ CASES = {
     "bernoulli": lambda x: torch.bernoulli(x.detach().sigmoid()),
     "bernoulli with p": lambda x: torch.bernoulli(x.detach(), 0.4),
     "multinomial": lambda x: torch.multinomial(x.detach().exp(), 2) if not sharded(x, 1) else None,
-    "multinomial with replacement": lambda x: torch.multinomial(x.detach().exp(), 7, True) if not sharded(x, 1) else None,
+    "multinomial with replacement": lambda x: (
+        torch.multinomial(x.detach().exp(), 7, True) if not sharded(x, 1) else None
+    ),
     "normal_": filled("normal_", 1.0, 2.0),
     "uniform_": filled("uniform_", -1.0, 2.0),
     "exponential_": filled("exponential_"),
@@ -94,7 +96,7 @@ def compare(name):
     for layout in layouts():
         if layout.is_partial() and "checkpoint" in name:
             continue  # sin of a pending sum: another matter
-        x = make(value, layout).detach().requires_grad_()
+        x = make(value, layout.mesh, layout).detach().requires_grad_()
         manual_seed(SEED)
         got = function(x)
         if got is None:
@@ -114,7 +116,7 @@ def test_as_on_one_device(ranks, name):
 @pytest.mark.ranks(4)
 def test_ranks_with_different_seeds_are_told():
     manual_seed(torch.distributed.get_rank())
-    x = make(torch.zeros(5, 6), next(layouts()))
+    x = make(torch.zeros(5, 6), mesh_of((4,)), [Shard(0)])
     with pytest.raises(RuntimeError, match="manual_seed"):
         F.dropout(x, 0.5)
     manual_seed(SEED)

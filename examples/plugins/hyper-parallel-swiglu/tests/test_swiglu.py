@@ -1,10 +1,10 @@
 """The pack against one device, on every kind of layout, forward and backward."""
 
+import hyper_parallel_swiglu.operators  # noqa: F401 - defines torch.ops.hyper_parallel_swiglu
 import torch
 import torch.nn.functional as F
-from hyper_parallel.testing import OpConformance, PluginContract, sample, tensor
 
-import hyper_parallel_swiglu.operators  # noqa: F401 - defines torch.ops.hyper_parallel_swiglu
+from hyper_parallel.testing import OpConformance, PluginContract, sample, tensor
 
 
 class TestPlugin(PluginContract):

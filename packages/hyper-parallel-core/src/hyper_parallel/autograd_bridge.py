@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hyper_parallel.wrapper_graph import joined
+from hyper_parallel.wrapper_graph import joined, same_as
 
 if TYPE_CHECKING:
     from hyper_parallel.dtensor import DTensor
@@ -105,13 +105,24 @@ def settle(tensor: DTensor) -> None:
         if tensor._origin is not None:  # completing the result counted as a write to it
             tensor._origin = (*tensor._origin[:2], tensor._local._version)
         mark = tensor._pending = mark.mark
-    if mark is not None and torch.is_grad_enabled():
-        node = wrapper_grad_fn(tensor)
-        if node is not None:
-            tensor._local = joined(
-                tensor._local, tensor._spec, node, _output_nr(tensor), lambda leaf: leaf._written_at > mark.writes
-            )
-            tensor._pending = _JOINED
+    if mark is not None and torch.is_grad_enabled() and wrapper_requires_grad(tensor):
+        _join(tensor, mark)
+
+
+def _join(tensor: DTensor, mark: _Mark) -> None:
+    """Connect the local tensor to what C++ says the wrapper was made from."""
+    node = wrapper_grad_fn(tensor)
+    if node is not None:
+        tensor._local = joined(
+            tensor._local, tensor._spec, node, _output_nr(tensor), lambda leaf: leaf._written_at > mark.writes
+        )
+        tensor._pending = _JOINED
+    elif not tensor._local.requires_grad:
+        # C++ unpacked it from a saved tensor with hooks: a copy, whose gradient goes to the tensor that was saved.
+        with torch._C.DisableTorchFunctionSubclass():
+            saved = get_gradient_edge(tensor).node.variable
+        tensor._local = tensor._local.requires_grad_() if saved is tensor else same_as(tensor._local, saved._resolve())
+        tensor._pending = None
 
 
 def before_write(tensor: DTensor) -> None:

@@ -21,6 +21,7 @@ from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.redistribute import (
+    PLAIN,
     _How,
     describe,
     gradient_layout,
@@ -516,18 +517,17 @@ def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
     old = tensor._spec
     if spec is old:
         return tensor
-    how = how or _How()
     local = tensor._resolve()
     src, dst = (old.layout, old.varying), (spec.layout, spec.varying)
     if tensor._origin is not None and old.layout is spec.layout and torch.is_grad_enabled():
         # Used as varying after a redistribution: one node from where it came from, with the value we have already.
         source, source_type, version = tensor._origin
         if local._version == version and source.requires_grad:
-            how.value = local.detach()
+            how = _How(value=local.detach())
             local, src = source, source_type
-    moved = transition(local, src, dst, tuple(old.shape), how)
+    moved = transition(local, src, dst, old.shape, PLAIN if how is None else how)
     result = wrap(moved, spec)
-    if how.pending is not None:
+    if how is not None and how.pending is not None:
         result._pending = autograd_bridge.InFlight(how.pending, result._pending)
     if src[0] is not dst[0] and moved.requires_grad:
         result._origin = (local, src, moved._version)

@@ -87,7 +87,7 @@ class Layout:
         ValueError: for an unknown axis, a dimension out of range, an axis used twice.
     """
 
-    __slots__ = ("__weakref__", "_dual", "_hash", "_source", "_specs", "ndim", "placements", "shard_order")
+    __slots__ = ("__weakref__", "_dual", "_hash", "_partial", "_source", "_specs", "ndim", "placements", "shard_order")
 
     _source: MeshInfo | _MeshDescription
     placements: tuple[Placement, ...]
@@ -106,7 +106,7 @@ class Layout:
         self.placements, self.shard_order, self.ndim = (), (), -1
         self._specs: Any = None
         self._dual: Any = None
-        self._hash = hash((self.mesh_shape, (), ()))
+        self._hash, self._partial = hash((self.mesh_shape, (), ())), False
 
     @classmethod
     def _intern(cls, source: MeshInfo | _MeshDescription, placements: tuple[Placement, ...], order: ShardOrder) -> Layout:
@@ -118,6 +118,7 @@ class Layout:
             found._source, found.placements, found.shard_order = source, placements, order
             found.ndim, found._specs, found._dual = len(order), {}, {}
             found._hash = hash((source.shape, placements, order))
+            found._partial = any(is_partial(p) for p in placements)
             if table is not None:
                 table[key] = found
         return found
@@ -250,7 +251,7 @@ class Layout:
 
     def is_partial(self) -> bool:
         """Whether some axis holds a pending reduction."""
-        return any(is_partial(p) for p in self.placements)
+        return self._partial
 
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from hyper_parallel.distribute import as_parameter, distribute_tensor, replicate
 from hyper_parallel.dtensor import DTensor, convert
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
-from hyper_parallel.placements import Placement, Shard, is_replicate
+from hyper_parallel.placements import Placement, is_replicate, is_shard
 from hyper_parallel.redistribute import target_spec
 
 __all__ = ["ShardingPlan", "shard_module"]
@@ -267,12 +268,14 @@ class Boundary:
 
 
 def _sharded_axes(module: nn.Module, layout: Layout) -> set[int]:
+    """Axes that shard a parameter of the module or of a child: the projections of an attention block are its children."""
+    owners = (module, *module.children())
     return {
         axis
-        for parameter in module.parameters(recurse=False)
+        for parameter in itertools.chain.from_iterable(owner.parameters(recurse=False) for owner in owners)
         if isinstance(parameter, DTensor) and parameter.layout.info is layout.info
         for axis, p in enumerate(parameter.placements)
-        if isinstance(p, Shard)
+        if is_shard(p)
     }
 
 

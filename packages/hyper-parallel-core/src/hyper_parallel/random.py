@@ -58,8 +58,8 @@ def check_generators(info: MeshInfo, generator: torch.Generator | None = None) -
     high, low = extremes.tolist()
     if high != -low:
         raise RuntimeError(
-            f"the random generators of the ranks of mesh {info!r} differ, so Replicate tensors would get different numbers on "
-            "different ranks. Call hyper_parallel.manual_seed(seed) with the same seed on every rank"
+            f"the random generators of the ranks of mesh {info!r} differ, so Replicate tensors would get different "
+            "numbers on different ranks. Call hyper_parallel.manual_seed(seed) with the same seed on every rank"
         )
     _checked[info] = True
 
@@ -75,7 +75,9 @@ def _digest(state: torch.Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=8).digest(), "big") >> 2
 
 
-def draw(layout: Layout, shape: tuple[int, ...], make: Callable[[], torch.Tensor], generator: Any = None) -> torch.Tensor:
+def draw(
+    layout: Layout, shape: tuple[int, ...], make: Callable[[], torch.Tensor], generator: Any = None
+) -> torch.Tensor:
     """This rank's part of the global tensor of ``shape`` that ``make`` draws."""
     check_generators(layout.info, generator)
     with torch.no_grad():

@@ -40,9 +40,9 @@ class _Transition(torch.autograd.Function):
         given, wanted = dual(*dst), dual(*src)
         if comm_trace._active:
             with _described(given[0], wanted[0], ctx.where, "backward"):
-                back = _apply_transition(grad, given, wanted, shape, how.reverse())
+                back = _run(grad, given, wanted, shape, how.reverse(), torch.is_grad_enabled())
         else:
-            back = _apply_transition(grad, given, wanted, shape, how.reverse())
+            back = _run(grad, given, wanted, shape, how.reverse(), torch.is_grad_enabled())
         return back, None, None, None, None
 
 
@@ -67,12 +67,14 @@ class _How:
         self.pending: Pending | None = None
 
     def reverse(self) -> _How:
-        return _PLAIN if self.backward_dtype is None else _How(self.backward_dtype, self.forward_dtype)
+        return PLAIN if self.backward_dtype is None else _How(self.backward_dtype, self.forward_dtype)
 
     def move(self, local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ...]) -> torch.Tensor:
         plan = plan_transition(src, dst, shape)
         if not plan.steps:
             return local.view_as(local)
+        if self.forward_dtype is None and not self.want_pending:
+            return plan.run(local)
         sent = local if self.forward_dtype is None else local.to(self.forward_dtype)
         if not self.want_pending:
             return plan.run(sent).to(local.dtype)
@@ -83,7 +85,7 @@ class _How:
         return self.pending.out
 
 
-_PLAIN = _How()
+PLAIN = _How()
 
 
 def _described(src: Layout, dst: Layout, where: str | None, phase: str) -> AbstractContextManager[None]:
@@ -95,7 +97,7 @@ def describe(layout: Layout) -> str:
     return ",".join(short(p) for p in layout.placements)
 
 
-def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How = _PLAIN) -> torch.Tensor:
+def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How = PLAIN) -> torch.Tensor:
     """A local tensor moved between typed layouts, differentiable when the tensor needs a gradient.
 
     Raises:

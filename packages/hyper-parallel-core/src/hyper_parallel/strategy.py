@@ -154,7 +154,9 @@ class StrategyOp(LayoutOp):
         rows = _Rows(self, call, count)
         shapes = self.output_shapes(call)
         largest = 0 if shapes is None else max(math.prod(shape) for shape in shapes)
-        chosen = [_choose(call, rows, axis, largest) for axis in range(call.info.ndim)]
+        chosen: list[_Row] = []
+        for axis in range(call.info.ndim):
+            chosen.append(_choose(call, rows, axis, largest, chosen))
         targets, outputs = _joint(call, chosen, count)
         _check_policy(call, targets, rows)
         solution = Solution(
@@ -224,12 +226,14 @@ class _Rows:
 _FORBIDDEN = float("inf")
 
 
-def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int) -> _Row:
-    """The cheapest row for one mesh axis."""
+def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int, before: Sequence[_Row]) -> _Row:
+    """The cheapest row for one mesh axis, given those chosen for the axes before it."""
     current = [spec.layout.placements[axis] for spec in call.inputs]
     best: _Row | None = None
     best_cost: tuple[float, int] = (_FORBIDDEN, 0)
     for row in rows:
+        if before and _packs_pieces(row, before):
+            continue
         cost = _row_cost(call, row, current, largest_output)
         if cost < best_cost:
             best, best_cost = row, cost
@@ -238,6 +242,14 @@ def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int) ->
     if best is None:
         raise _no_strategy(call, rows, axis)
     return best
+
+
+def _packs_pieces(row: _Row, before: Sequence[_Row]) -> bool:
+    """Whether a row would pack a dimension that an earlier axis shards: PackedShard is always outermost."""
+    return any(
+        placement.__class__ is PackedShard and any(is_shard(p := r.inputs[i]) and p.dim == placement.dim for r in before)
+        for i, placement in enumerate(row.inputs)
+    )
 
 
 def _row_cost(call: Call, row: _Row, current: Sequence[Placement], largest_output: int) -> tuple[float, int]:
@@ -367,7 +379,8 @@ def _like_anchor(call: Call, row: _Row, axis: int, want: Shard) -> Placement:
         return want
     for spec, placement in zip(call.inputs, row.inputs, strict=True):
         have = spec.layout.placements[axis]
-        if is_shard(have) and is_shard(placement) and have.dim == placement.dim:
+        # A row that names its packing has matched exactly, and its plain shards are meant.
+        if is_shard(have) and placement.__class__ is Shard and have.dim == placement.dim:
             return on_dim(have, want.dim)
     return want
 

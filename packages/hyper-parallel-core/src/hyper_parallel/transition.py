@@ -44,15 +44,6 @@ class _Work:
                 self._finish()
 
 
-class _Later:
-    def __init__(self, out: torch.Tensor, finish: Any) -> None:
-        self.out, self._finish = out, finish
-
-    def wait(self) -> None:
-        with torch.no_grad():
-            self._finish()
-
-
 class Cast:
     """A pending result in another dtype than that on the wire."""
 
@@ -168,43 +159,50 @@ class ReduceScatter(Step):
         ordered = [(sum(self.sizes[:i]), n) for i, n in enumerate(self.sizes)]
         self.even = len(set(self.sizes)) == 1 and all(p == (want,) for p, want in zip(parts, ordered, strict=True))
 
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        form = wire(self.op, x.dtype)
+        if form.encode is not None:
+            x = form.encode(x)
+        out = self._buffer(x)
+        comm.reduce_scatter(out, self._stacked(x), self.group, form.op)
+        out = self._trimmed(out)
+        return out if form.decode is None else form.decode(out)
+
     def start(self, x: torch.Tensor) -> Pending:
         form = wire(self.op, x.dtype)
-        if form.encode is not None and form.decode is not None:
-            decode, plain = form.decode, x
-            inner = self._start(form.encode(x), form.op)
-            out = plain.new_empty(inner.out.shape)
+        sent = x if form.encode is None else form.encode(x)
+        buffer = self._buffer(sent)
+        work = comm.reduce_scatter(buffer, self._stacked(sent), self.group, form.op, async_op=True)
+        decode = form.decode
+        if decode is None and self._is_widest():
+            return _Work(buffer, work)
+        out = x.new_empty(self._trimmed(buffer).shape)
+        return _Work(out, work, lambda: out.copy_(self._trimmed(buffer) if decode is None else decode(self._trimmed(buffer))))
 
-            def finish() -> None:
-                inner.wait()
-                out.copy_(decode(inner.out))
-
-            return _Later(out, finish)
-        return self._start(x, form.op)
-
-    def _start(self, x: torch.Tensor, op: str) -> Pending:
+    def _buffer(self, x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
         shape[self.dim] = self.widest
+        return x.new_empty(shape)
+
+    def _stacked(self, x: torch.Tensor) -> torch.Tensor:
+        """The members' parts one after the other along dim 0, which is what the collective reads."""
         if self.even:
-            if self.dim:
-                x = x.unflatten(self.dim, (self.group.size, self.widest)).movedim(self.dim, 0).flatten(0, 1)
-            stacked = x.contiguous()
-        else:
-            stacked = x.new_zeros([self.group.size, *shape])
-            for slot, part, size in zip(stacked, self.parts, self.sizes, strict=True):
-                offset = 0
-                for start, count in part:
-                    slot.narrow(self.dim, offset, count).copy_(x.narrow(self.dim, start, count))
-                    offset += count
-            stacked = stacked.flatten(0, 1)
-        out = x.new_empty(shape)
-        work = comm.reduce_scatter(out, stacked, self.group, op, async_op=True)
-        mine = self.sizes[self.group.rank]
-        if mine == self.widest:
-            return _Work(out, work)
-        shape[self.dim] = mine
-        trimmed = x.new_empty(shape)
-        return _Work(trimmed, work, lambda: trimmed.copy_(out.narrow(self.dim, 0, mine)))
+            return x.contiguous() if self.dim == 0 else torch.cat(x.chunk(self.group.size, self.dim))
+        shape = list(x.shape)
+        shape[self.dim] = self.widest
+        stacked = x.new_zeros([self.group.size, *shape])
+        for slot, part in zip(stacked, self.parts, strict=True):
+            offset = 0
+            for start, count in part:
+                slot.narrow(self.dim, offset, count).copy_(x.narrow(self.dim, start, count))
+                offset += count
+        return stacked.flatten(0, 1)
+
+    def _is_widest(self) -> bool:
+        return self.sizes[self.group.rank] == self.widest
+
+    def _trimmed(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self._is_widest() else out.narrow(self.dim, 0, self.sizes[self.group.rank]).contiguous()
 
 
 class AllGather(Step):
@@ -222,27 +220,39 @@ class AllGather(Step):
             block[split[0]] == ((i * self.widest[split[0]], self.widest[split[0]]),) for i, block in enumerate(blocks)
         )
         self.cat_dim = split[0] if ordered else None
+        # The members' blocks one after the other along dim 0, which is what the collective writes.
+        self.stacked_shape = (group.size * self.widest[0], *self.widest[1:])
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        stacked = x.new_empty(self.stacked_shape)
+        comm.all_gather(stacked, self._padded(x), self.group)
+        return self._assembled(stacked, None)
 
     def start(self, x: torch.Tensor) -> Pending:
-        if not self.even:
-            padded = x.new_zeros(self.widest)
-            padded[tuple(slice(0, n) for n in x.shape)] = x
-            x = padded
-        x = x.contiguous()
+        stacked = x.new_empty(self.stacked_shape)
+        work = comm.all_gather(stacked, self._padded(x), self.group, async_op=True)
         if self.cat_dim == 0:
-            out = x.new_empty(self.shape)
-            return _Work(out, comm.all_gather(out, x, self.group, async_op=True))
-        stacked = x.new_empty((self.group.size, *self.widest))
-        flat = stacked.view(self.group.size * self.widest[0], *self.widest[1:]) if self.widest else stacked
+            return _Work(stacked, work)
         out = x.new_empty(self.shape)
-        return _Work(out, comm.all_gather(flat, x, self.group, async_op=True), lambda: self._assemble(out, stacked))
+        return _Work(out, work, lambda: self._assembled(stacked, out))
 
-    def _assemble(self, out: torch.Tensor, stacked: torch.Tensor) -> None:
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        if self.even:
+            return x.contiguous()
+        padded = x.new_zeros(self.widest)
+        padded[tuple(slice(0, n) for n in x.shape)] = x
+        return padded
+
+    def _assembled(self, stacked: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if self.cat_dim == 0:
+            return stacked
+        pieces = stacked.chunk(self.group.size)
         if self.cat_dim is not None:
-            torch.cat(stacked.unbind(0), self.cat_dim, out=out)
-            return
-        for piece, block, sizes in zip(stacked, self.blocks, self.block_shapes, strict=True):
+            return torch.cat(pieces, self.cat_dim, out=out)
+        out = stacked.new_empty(self.shape) if out is None else out
+        for piece, block, sizes in zip(pieces, self.blocks, self.block_shapes, strict=True):
             put(out, block, piece[tuple(slice(0, n) for n in sizes)])
+        return out
 
 
 class Exchange(Step):

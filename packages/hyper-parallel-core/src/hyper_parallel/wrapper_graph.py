@@ -45,6 +45,21 @@ def joined(local: torch.Tensor, spec: Any, node: Any, output: int, is_changed: A
     return _Enter.apply(_Hidden(local.detach()), spec, stand_in, source) if source.requires_grad else local  # type: ignore[no-any-return]
 
 
+def same_as(local: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """A tensor with the memory of ``local`` and the history of ``source``."""
+    return _SameAs.apply(_Hidden(local.detach()), source) if source.requires_grad else local  # type: ignore[no-any-return]
+
+
+class _SameAs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: _Hidden, source: torch.Tensor) -> torch.Tensor:
+        return local.tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, grad
+
+
 class _Hidden:
     """Hides a tensor from ``apply``, which would make a view of an input that it returns."""
 

@@ -32,7 +32,8 @@ class Cast(FunctionOp):
             if not _is_linear(spec.dtype, dtype):
                 if state.mode.policy == "strict":
                     raise RedistributionError(
-                        f"{func.__name__}: a pending reduction ({spec.layout}) cannot be cast to {dtype}; call reduce_partial() first"
+                        f"{func.__name__}: a pending reduction ({spec.layout}) cannot be cast to {dtype}; "
+                        "call reduce_partial() first"
                     )
                 tensor = tensor.reduce_partial()
                 spec = tensor._spec

@@ -16,7 +16,6 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial
 from hyper_parallel.random import draw
 from hyper_parallel.strategy import LayoutOp, S, Strategy, StrategyOp
-
 from hyper_parallel_ops_basic.factories import settled
 
 
@@ -70,7 +69,9 @@ class AlphaDropout(StrategyOp):
         for d in range(len(call.inputs[0].shape)):
             yield Strategy([S(d)], S(d))
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         func, layout, shape, parsed = call.func, targets[0], tuple(call.inputs[0].shape), self._parsed
         whole_features = self.whole_features
         assert parsed is not None

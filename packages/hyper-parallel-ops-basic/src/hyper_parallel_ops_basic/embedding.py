@@ -22,13 +22,11 @@ from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 class Embedding(StrategyOp):
     """``F.embedding(input, weight, ...)``; weight is ``[vocabulary, hidden]``.
 
-    ``max_norm`` changes the table by the ids that a rank sees, ``scale_grad_by_freq`` counts them, and ``sparse`` gives a
-    gradient that cannot be redistributed: with these, placements under which a rank sees only some ids are refused.
+    ``max_norm`` changes the table by the ids that a rank sees, ``scale_grad_by_freq`` counts them, and ``sparse`` gives
+    a gradient that cannot be redistributed: with these, placements under which a rank sees only some ids are refused.
     """
 
-    signature = (
-        "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False"
-    )
+    signature = "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False"
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         ids = call.spec("input").shape
@@ -45,9 +43,15 @@ class Embedding(StrategyOp):
         elif any(isinstance(p, Shard) for spec in call.inputs for p in spec.layout.placements):
             word = "max_norm" if whole_rows else "sparse=True"
             if call.mode.policy != "auto":
-                raise refuse(call, f"{word} needs the whole table and all ids on every rank", f"leave out {word}, or redistribute")
+                raise refuse(
+                    call,
+                    f"{word} needs the whole table and all ids on every rank",
+                    f"leave out {word}, or redistribute",
+                )
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         weight = call.index("weight")
         assert weight is not None
         if not targets[weight].shard_order[0]:

@@ -112,7 +112,7 @@ def _moved(func: Callable[..., Any], value: DTensor, layout: Layout) -> DTensor:
     old = value._spec.layout
     if old.info is layout.info:
         reduced = old.with_placements({a: layout.placements[a] for a, p in enumerate(old.placements) if is_partial(p)})
-        free = plan_transition(reduced, layout, tuple(value.shape)).cost == 0
+        free = not plan_transition(reduced, layout, tuple(value.shape)).communicates
         allowed = free and (reduced is old or state.mode.policy != "strict")
         if allowed or state.mode.policy == "auto":
             return remembered(value, layout)

@@ -1,6 +1,7 @@
 """Reading elements by index along a dimension: ``index_select``, ``gather``.
 
-From a tensor that is sharded along that dimension every rank takes what it holds, with zeros for the rest: a pending sum.
+From a tensor that is sharded along that dimension every rank takes what it holds, with zeros for the rest: a pending
+sum.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class IndexSelect(StrategyOp):
         if spec.dtype is not torch.bool:
             yield Strategy({"input": S(dim)}, P)
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         dim = call.dim("dim")
         assert dim is not None
         if not targets[0].shard_order[dim]:
@@ -82,7 +85,9 @@ class Gather(IndexSelect):
         if spec.dtype is not torch.bool and spec.shape:
             yield Strategy({"input": S(dim)}, P)
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         dim = call.dim("dim")
         assert dim is not None
         if not targets[0].ndim or not targets[0].shard_order[dim]:

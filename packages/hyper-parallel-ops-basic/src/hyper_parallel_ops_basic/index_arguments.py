@@ -112,7 +112,9 @@ def _dims_read(part: Any) -> int:
     if part is None or part is Ellipsis:
         return 0
     if isinstance(part, bool):
-        raise NotImplementedError("indexing a DTensor with a single True or False has no rule; use [None] or an empty slice")
+        raise NotImplementedError(
+            "indexing a DTensor with a single True or False has no rule; use [None] or an empty slice"
+        )
     if isinstance(part, Ref) and part.dtype in (torch.bool, torch.uint8):
         return len(part.shape)
     if isinstance(part, (list, tuple)):

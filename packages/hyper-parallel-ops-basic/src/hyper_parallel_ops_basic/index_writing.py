@@ -19,7 +19,6 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.strategy import LayoutOp
 from hyper_parallel.transition import plan_transition
-
 from hyper_parallel_ops_basic.index_arguments import Index
 from hyper_parallel_ops_basic.indexing import local_parts
 
@@ -61,8 +60,8 @@ class SetItem(LayoutOp):
     def _gathers_sharded(call: Call, index: Index) -> Exception:
         return refuse(
             call,
-            f"an index tensor or mask reads dimensions {tuple(index.gathered_dims())} of the target, one of which is sharded, so "
-            "that a rank cannot tell which of its elements are meant",
+            f"an index tensor or mask reads dimensions {tuple(index.gathered_dims())} of the target, one of which is "
+            "sharded, so that a rank cannot tell which of its elements are meant",
             "redistribute the target first, or use scatter, index_copy or where",
         )
 
@@ -70,7 +69,9 @@ class SetItem(LayoutOp):
     def _value_layout(call: Call, index: Index, value: Ref, target: Layout) -> tuple[Layout, set[int]]:
         """Layout that the value must have: pending where the target is; sharded like it where it already is."""
         have = value.spec.layout
-        layout = have.replicated().with_placements({a: p for a, p in enumerate(target.placements) if isinstance(p, Partial)})
+        layout = have.replicated().with_placements(
+            {a: p for a, p in enumerate(target.placements) if isinstance(p, Partial)}
+        )
         same: set[int] = set()
         for dim, picked in index.ranges().items():
             axes = target.shard_order[dim]
@@ -89,14 +90,18 @@ class SetItem(LayoutOp):
         return layout, same
 
     @staticmethod
-    def _write(index: Index, target: Layout, shape: tuple[int, ...], same: set[int], by_tensors: bool) -> Callable[..., Any]:
+    def _write(
+        index: Index, target: Layout, shape: tuple[int, ...], same: set[int], by_tensors: bool
+    ) -> Callable[..., Any]:
         here = target.info.my_coordinate()
         held = {d: dim_intervals(target, shape, d, here) for d in range(len(shape)) if target.shard_order[d]}
         choices: list[list[tuple[int, Overlap]]] = []
         fixed: dict[int, int] = {}
         for dim, picked in index.ranges().items():
             if dim in held:
-                choices.append([(dim, o) for o in overlaps(held[dim], picked)])
+                kept = keep_range(target, shape, dim, picked) if index.result.index(dim) in same else None
+                found = overlaps(held[dim], picked) if kept is None else [Overlap(kept.local, slice(0, len(picked)))]
+                choices.append([(dim, overlap) for overlap in found])
         mine = True
         for dim, position in index.ints().items():
             if dim in held:

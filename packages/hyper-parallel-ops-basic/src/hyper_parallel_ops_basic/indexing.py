@@ -1,8 +1,8 @@
 """Reading a part of a tensor: ``x[...]``, ``narrow``, ``select``.
 
 A slice of a sharded dimension stays sharded, and a view, when the pieces that the ranks hold of it are what a placement
-says (``x[8]`` over two ranks: ``x[2:6]`` is two and two; ``x[:4]`` would be four and none). Otherwise that dimension has
-to be brought to Replicate first.
+says (``x[8]`` over two ranks: ``x[2:6]`` is two and two; ``x[:4]`` would be four and none). Otherwise that dimension
+has to be brought to Replicate first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
-
 from hyper_parallel_ops_basic.index_arguments import Index
 
 
@@ -74,7 +73,9 @@ class GetItem(StrategyOp):
             given_up = {a: Replicate() for a in solution.targets[0].shard_order[dim] if a not in kept.placements}
             at = index.result.index(dim)
             output = output.with_placements(given_up)
-            placements = [on_dim(kept.placements[a], at) if a in kept.placements else p for a, p in enumerate(output.placements)]
+            placements = [
+                on_dim(kept.placements[a], at) if a in kept.placements else p for a, p in enumerate(output.placements)
+            ]
             output = output.with_order(tuple(placements), output.shard_order)
             if len(picked) != shape[dim]:
                 slices[dim] = kept.local
@@ -155,11 +156,13 @@ def _solve_by_data(solution: Solution, call: Call, index: Index) -> None:
         out = run(x, given)
         order = (layout.shard_order + ((),) * out.ndim)[: out.ndim]
         placed = layout.with_order(layout.placements, order)
-        shape = [len(ranges[sources[d]]) if axes else n for d, (n, axes) in enumerate(zip(out.shape, order, strict=True))]
+        shape = [
+            len(ranges[sources[d] or 0]) if axes else n for d, (n, axes) in enumerate(zip(out.shape, order, strict=True))
+        ]
         varying = frozenset(a for a in call.inputs[0].varying if isinstance(placed.placements[a], Replicate))
         return wrap(out, make_spec(placed, shape, contiguous_stride(shape), out.dtype, varying))
 
-    solution.local, solution.meta, solution.outputs = get, _nothing, []
+    solution.local, solution.meta = get, _nothing
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -43,7 +43,9 @@ class Cat(StrategyOp):
     def strategies(self, call: Call) -> Iterable[Strategy]:
         shapes = [spec.shape for spec in call.inputs]
         # A tensor of shape (0,) joins tensors of any rank.
-        joined = [i for i, shape in enumerate(shapes) if tuple(shape) != (0,) or self.at_least > 1] or list(range(len(shapes)))
+        joined = [i for i, shape in enumerate(shapes) if tuple(shape) != (0,) or self.at_least > 1] or list(
+            range(len(shapes))
+        )
         ndim = max(self.at_least, max(len(shapes[i]) for i in joined))
         given = call.arg("dim", call.arg("axis", 0)) if self.fixed is None else min(self.fixed, ndim - 1)
         dim = normal_dim(given, ndim)
@@ -65,12 +67,12 @@ class Cat(StrategyOp):
     @staticmethod
     def _one_plain_axis(call: Call, inputs: Sequence[Placement]) -> bool:
         """Whether only one mesh axis shards the joined dimension, and not as PackedShard."""
-        axes = set()
+        axes: set[int] = set()
         for spec, placement in zip(call.inputs, inputs, strict=True):
             if placement != R:
                 axes.update(spec.layout.shard_order[placement.dim])  # type: ignore[attr-defined]
         kinds = {type(spec.layout.placements[a]) for spec in call.inputs for a in axes}
-        return len(axes) <= 1 and PackedShard not in kinds
+        return len(axes) == 1 and PackedShard not in kinds
 
 
 class HStack(Cat):

@@ -22,7 +22,7 @@ def one_hot_of(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
 
 
 class OneHot(FunctionOp):
-    """``F.one_hot(tensor, num_classes)``; inferring the classes of a sharded tensor costs one all-reduce of a number."""
+    """``F.one_hot(tensor, num_classes)``; inferring the classes of a sharded tensor all-reduces one number."""
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         ids = args[0] if args else kwargs["tensor" if "tensor" in kwargs else "input"]

@@ -10,7 +10,6 @@ from hyper_parallel.call import Call, normal_dim, refuse
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import PackedShard
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
-
 from hyper_parallel_ops_basic.joining import packed_or_plain, pending_rows
 
 
@@ -108,9 +107,11 @@ class RepeatInterleave(StrategyOp):
         """Whether the repeated pieces are the shards of the repeated dimension."""
         axes = layout.shard_order[dim]
         ways = math.prod(layout.mesh_shape[a] for a in axes)
-        return size % ways == 0 and not any(isinstance(layout.placements[a], PackedShard) for a in axes)
+        return bool(axes) and size % ways == 0 and not any(isinstance(layout.placements[a], PackedShard) for a in axes)
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         if call.arg("output_size") is None or not targets[0].shard_order[call.dim("dim") or 0]:
             return None
         # The total is that of the whole tensor.

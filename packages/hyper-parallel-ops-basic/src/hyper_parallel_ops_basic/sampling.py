@@ -1,4 +1,4 @@
-"""Operators that draw random numbers, each element's as on one device with the same seed; see :mod:`hyper_parallel.random`."""
+"""Operators that draw random numbers, each element's as on one device; see :mod:`hyper_parallel.random`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from hyper_parallel.op import FunctionOp
 from hyper_parallel.placements import Replicate
 from hyper_parallel.random import check_generators, draw, embedded, local_part
 from hyper_parallel.spec import contiguous_stride, make_spec
-
 from hyper_parallel_ops_basic.factories import settled
 
 
 class FillRandomly(FunctionOp):
     """Functions that overwrite their first argument with random numbers: ``normal_``, ``nn.init.kaiming_uniform_`` ...
 
-    The function runs on a tensor of the global shape, so whatever it derives from the shape (fan in) is right, and every
-    rank copies its part into the target. A pending target holds the numbers once.
+    The function runs on a tensor of the global shape, so whatever it derives from the shape (fan in) is right, and
+    every rank copies its part into the target. A pending target holds the numbers once.
     """
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -31,8 +30,8 @@ class FillRandomly(FunctionOp):
         target = args[0] if args else kwargs[name]  # type: ignore[index]
         if not isinstance(target, DTensor):
             raise TypeError(
-                f"{func.__name__} of a plain tensor with a DTensor as parameter: make the target a DTensor, for example with "
-                "empty_like(parameter)"
+                f"{func.__name__} of a plain tensor with a DTensor as parameter: make the target a DTensor, for example "
+                "with empty_like(parameter)"
             )
         before_write(target)
         spec, local = target._spec, target._resolve()
@@ -42,7 +41,7 @@ class FillRandomly(FunctionOp):
 
         def make() -> torch.Tensor:
             whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=local.device)
-            return func(whole, *rest, **named)  # type: ignore[no-any-return]
+            return func(whole, *rest, **named)
 
         local.copy_(draw(spec.layout, tuple(spec.shape), make, kwargs.get("generator")))
         return target
@@ -72,7 +71,7 @@ class RandomLike(FunctionOp):
 
 
 class Bernoulli(FunctionOp):
-    """``bernoulli(input)``: the tensor holds each element's probability, or with ``p`` only shape and dtype are read."""
+    """``bernoulli(input)``: each element's probability; with ``p`` only shape and dtype of the tensor are read."""
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         chances, *rest = args if args else [kwargs["input"]]
@@ -82,9 +81,12 @@ class Bernoulli(FunctionOp):
         shape = tuple(spec.shape)
 
         def make() -> torch.Tensor:
-            return func(embedded(chances._resolve(), spec.layout, shape, 0.5), *rest, **options)  # type: ignore[no-any-return]
+            return func(embedded(chances._resolve(), spec.layout, shape, 0.5), *rest, **options)
 
-        return wrap(draw(spec.layout, shape, make, options.get("generator")), make_spec(spec.layout, shape, spec.stride, spec.dtype))
+        return wrap(
+            draw(spec.layout, shape, make, options.get("generator")),
+            make_spec(spec.layout, shape, spec.stride, spec.dtype),
+        )
 
 
 class Multinomial(FunctionOp):
@@ -99,8 +101,8 @@ class Multinomial(FunctionOp):
             layout = weights.layout.with_placements(dict.fromkeys(axes, Replicate()))
             if state.mode.policy != "auto":
                 raise RedistributionError(
-                    f"multinomial: the categories of {weights.layout} are sharded; redistribute to {layout} first, or use "
-                    "redistribute_policy('auto')",
+                    f"multinomial: the categories of {weights.layout} are sharded; redistribute to {layout} first, or "
+                    "use redistribute_policy('auto')",
                     op_name="multinomial",
                     layouts=[weights.layout],
                 )
@@ -125,5 +127,7 @@ def _reduced(func: Callable[..., Any], tensor: DTensor) -> DTensor:
     if not tensor.layout.is_partial():
         return tensor
     if state.mode.policy == "strict":
-        raise RedistributionError(f"{func.__name__}: the tensor is pending ({tensor.layout}); call reduce_partial() first")
+        raise RedistributionError(
+            f"{func.__name__}: the tensor is pending ({tensor.layout}); call reduce_partial() first"
+        )
     return tensor.reduce_partial()

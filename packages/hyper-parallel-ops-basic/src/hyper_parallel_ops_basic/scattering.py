@@ -1,7 +1,7 @@
 """Writing elements by index along a dimension: ``index_add``, ``index_copy``, ``scatter``, ``scatter_add`` and so on.
 
-A target that is sharded along that dimension keeps its layout: every rank writes what falls into its piece. Sources that
-are sharded along it leave a pending sum where the operation adds.
+A target that is sharded along that dimension keeps its layout: every rank writes what falls into its piece. Sources
+that are sharded along it leave a pending sum where the operation adds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class _Write(StrategyOp):
         """The dims of index and source that run along the written dim; None when they do not match."""
         raise NotImplementedError
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         dim = call.dim("dim")
         assert dim is not None
         if not targets[0].ndim or not targets[0].shard_order[dim]:

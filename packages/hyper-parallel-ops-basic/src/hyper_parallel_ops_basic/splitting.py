@@ -28,7 +28,9 @@ class Split(LayoutOp):
 
     makes_views = True
 
-    signature = "input, sizes=None, dim=0, *, split_size_or_sections, split_size, split_sizes, chunks, indices_or_sections"
+    signature = (
+        "input, sizes=None, dim=0, *, split_size_or_sections, split_size, split_sizes, chunks, indices_or_sections"
+    )
 
     def __init__(self, op_name: str, *, dim: int | None = None) -> None:
         super().__init__(op_name)
@@ -42,13 +44,18 @@ class Split(LayoutOp):
         bounds = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         ranges = [range(a, b) for a, b in bounds]
         if sum(lengths) != spec.shape[dim] and spec.layout.shard_order[dim]:
-            raise refuse(call, "the sections overlap or leave elements out", "redistribute the split dimension to Replicate first")
+            raise refuse(
+                call,
+                "the sections overlap or leave elements out",
+                "redistribute the split dimension to Replicate first",
+            )
         layout, kept = fit_ranges(spec.layout, tuple(spec.shape), dim, ranges)
         if layout is not spec.layout and call.mode.policy != "auto":
             raise refuse(
                 call,
                 f"the shards of dimension {dim} do not fall on the bounds of the pieces {lengths}",
-                f"redistribute to {layout} first, shard it with PackedShard({dim}, {tuple(lengths)}), or use redistribute_policy('auto')",
+                f"redistribute to {layout} first, shard it with PackedShard({dim}, {tuple(lengths)}), or use "
+                "redistribute_policy('auto')",
             )
         outputs = []
         for piece in kept:

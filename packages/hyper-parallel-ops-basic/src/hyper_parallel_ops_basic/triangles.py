@@ -11,7 +11,6 @@ from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call
 from hyper_parallel.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
-
 from hyper_parallel_ops_basic.joining import pending_rows
 
 
@@ -25,7 +24,9 @@ class Triangle(StrategyOp):
             yield Strategy([S(d)], S(d))
         yield from pending_rows(call)
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         layout, shape = targets[0], tuple(call.inputs[0].shape)
         ndim = len(shape)
         if not layout.shard_order[ndim - 2] and not layout.shard_order[ndim - 1]:

@@ -12,8 +12,8 @@ from hyper_parallel.strategy import S
 class SwigluRule(StrategyOp):
     """``swiglu``: rows are independent; features too, if every rank has its part of the gate *and* of the up half.
 
-    That is what ``PackedShard`` says. A plain ``Shard`` of the last dim would give the gate to one rank and the up half to
-    another, so it is not listed, and the engine asks for a redistribution. No pending sum: ``silu`` is not linear.
+    That is what ``PackedShard`` says. A plain ``Shard`` of the last dim would give the gate to one rank and the up half
+    to another, so it is not listed, and the engine asks for a redistribution. No pending sum: ``silu`` is not linear.
     """
 
     signature = "gate_up"

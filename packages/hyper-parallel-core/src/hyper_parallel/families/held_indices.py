@@ -43,7 +43,9 @@ class HeldIndices:
             offset += stop - start
         return None
 
-    def read(self, x: torch.Tensor, index: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, x: torch.Tensor, index: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``take(x, positions)`` with harmless positions where another rank holds the index, and which are held.
 
         Every rank computes on its piece, an empty one too, so that all take part in the backward pass.
@@ -53,7 +55,9 @@ class HeldIndices:
             x = one_row_more(x, self.dim)
         return take(x, positions), held
 
-    def write(self, x: torch.Tensor, index: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def write(
+        self, x: torch.Tensor, index: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """``put(x, positions)`` on the piece with one row more, which takes what belongs to other ranks."""
         positions, held = self.find(index)
         size = x.shape[self.dim]

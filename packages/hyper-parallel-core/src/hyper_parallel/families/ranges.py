@@ -1,4 +1,4 @@
-"""Interval arithmetic for operators that pick a range of one dimension: what each rank keeps, and what it then holds."""
+"""Interval arithmetic for operators that pick a range of one dimension: what each rank keeps and then holds."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def keep_range(layout: Layout, shape: tuple[int, ...], dim: int, picked: range) 
     parts = {c: overlaps(h, picked) for c, h in held.items()}
     for outermost in _results(placed[axes[0]], size, picked, dim):
         result = {a: Shard(dim) if i else outermost for i, a in enumerate(axes)}
-        after = layout.with_order(
-            tuple(result.get(a, p) for a, p in enumerate(layout.placements)), layout.shard_order
-        )
+        after = layout.with_order(tuple(result.get(a, p) for a, p in enumerate(layout.placements)), layout.shard_order)
         new_shape = (*shape[:dim], len(picked), *shape[dim + 1 :])
         if all(_joined(p) == merged(dim_intervals(after, new_shape, dim, c)) for c, p in parts.items()):
             if all(_contiguous(p) for p in parts.values()):
@@ -75,7 +73,7 @@ def keep_range(layout: Layout, shape: tuple[int, ...], dim: int, picked: range) 
 
 
 def fit_ranges(layout: Layout, shape: tuple[int, ...], dim: int, ranges: list[range]) -> tuple[Layout, list[Kept]]:
-    """The layout nearest to ``layout`` in which all of ``ranges`` of ``dim`` are kept: inner shards are given up first."""
+    """The layout nearest to ``layout`` in which all ``ranges`` of ``dim`` are kept: inner shards are given up first."""
     while True:
         kept = [keep_range(layout, shape, dim, picked) for picked in ranges]
         if all(k is not None for k in kept):

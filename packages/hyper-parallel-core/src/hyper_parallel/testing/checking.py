@@ -14,7 +14,7 @@ import torch
 
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Partial, Replicate
+from hyper_parallel.placements import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest
 from hyper_parallel.testing.findings import Findings, Problem
 from hyper_parallel.testing.inputs import Sample
@@ -92,9 +92,13 @@ def strategy_cases(rows: Sequence[Row], sample: Sample, mesh_ndim: int, limit: i
 
 
 def _can_join(a: Row, b: Row) -> bool:
-    """Whether no tensor would have two kinds of pending reduction."""
-    pairs = zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
-    return all(x == y for x, y in pairs if isinstance(x, Partial) and isinstance(y, Partial))
+    """Whether there is such a layout: one kind of pending reduction per tensor, a packed shard only as the outermost."""
+    for x, y in zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True):
+        if isinstance(x, Partial) and isinstance(y, Partial) and x != y:
+            return False
+        if isinstance(x, Shard) and isinstance(y, PackedShard) and x.dim == y.dim:
+            return False
+    return True
 
 
 def _replicas(sample: Sample, values: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[DTensor]:
