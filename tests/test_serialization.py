@@ -12,9 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -247,21 +245,8 @@ def test_empty_shards_scalars_and_replicas():
 
 @pytest.mark.ranks(4)
 def test_a_pending_sum_is_not_saved():
-    with Folder() as path, pytest.raises(Exception, match="pending reduction cannot be saved"):
+    with Folder() as path, pytest.raises(dcp.api.CheckpointException, match="pending reduction cannot be saved"):
         dcp.save({"w": make(whole(7, 3), mesh_of((4,)), [Partial()])}, checkpoint_id=path)
-
-
-@pytest.mark.ranks(4)
-def test_a_checkpoint_can_be_saved_asynchronously():
-    x = make(whole(7, 3), mesh_of((4,)), [Shard(0)])
-    with Folder() as path:
-        group = dist.new_group(backend="gloo")
-        saving = dcp.async_save({"w": x}, checkpoint_id=path, process_group=group)
-        saving.result()
-        dist.barrier()
-        state = {"w": make(0 * whole(7, 3), mesh_of((4,)), [Shard(1)])}
-        dcp.load(state, checkpoint_id=path)
-        assert torch.equal(state["w"].full_tensor(), whole(7, 3))
 
 
 # -- torch.distributed.checkpoint.state_dict ----------------------------------------------------------------------
@@ -330,21 +315,3 @@ def test_model_state_dict_round_trip():
     assert sorted(state) == ["fc.bias", "fc.weight", "scale"]
     set_model_state_dict(other, state)
     check_equal(other, net)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("cpu_offload", [False, True])
-def test_full_state_dicts_are_plain_and_whole(cpu_offload):
-    net, optimizer = training(Shard(0), Shard(0))
-    step(net, optimizer)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
-    state = get_model_state_dict(net, options=options)
-    optimizer_state = get_optimizer_state_dict(net, optimizer, options=options)
-    if cpu_offload and dist.get_rank():
-        assert not state
-    else:
-        assert type(state["fc.weight"]) is torch.Tensor
-        assert torch.equal(state["fc.weight"], net.fc.weight.detach().full_tensor()) if not cpu_offload else True
-        assert state["fc.weight"].shape == (6, 3)
-        assert type(optimizer_state["state"]["fc.weight"]["exp_avg"]) is torch.Tensor
-        assert optimizer_state["state"]["fc.weight"]["exp_avg"].shape == (6, 3)

@@ -1,4 +1,4 @@
-"""Writes docs/hooks.md, the reference of the plugin hooks, from the docstrings in hyper_parallel/plugins/hookspecs.py."""
+"""Writes docs/hooks.md, the reference of the plugin hooks, from the docstrings of the hook specifications."""
 
 from __future__ import annotations
 

@@ -121,3 +121,11 @@ def test_ranks_with_different_seeds_are_told():
         F.dropout(x, 0.5)
     manual_seed(SEED)
     F.dropout(x, 0.5)
+
+
+@pytest.mark.ranks(4)
+def test_a_parameter_may_be_initialised_with_gradients_on():
+    parameter = make(torch.zeros(5, 6), mesh_of((4,)), [Shard(0)], requires_grad=True)
+    for name in ("kaiming_uniform_", "uniform_", "normal_", "xavier_normal_", "ones_"):
+        assert getattr(nn.init, name)(parameter) is parameter
+        assert parameter.is_leaf

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from hyper_parallel.spec import Spec
     from hyper_parallel.transition import Pending
 
-_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_get_output_nr = torch.Tensor.output_nr.__get__  # type: ignore[attr-defined]
+_Tensor: Any = torch.Tensor  # its properties are descriptors, which type checkers take for their values
+_grad_fn = _Tensor.grad_fn.__get__
+_requires_grad = _Tensor.requires_grad.__get__
+_get_output_nr = _Tensor.output_nr.__get__
 _set_requires_grad = torch.Tensor.requires_grad_
 
 
@@ -120,7 +121,8 @@ def _join(tensor: DTensor, mark: _Mark) -> None:
     elif not tensor._local.requires_grad:
         # C++ unpacked it from a saved tensor with hooks: a copy, whose gradient goes to the tensor that was saved.
         with torch._C.DisableTorchFunctionSubclass():
-            saved = get_gradient_edge(tensor).node.variable
+            accumulate: Any = get_gradient_edge(tensor).node
+            saved = accumulate.variable
         tensor._local = tensor._local.requires_grad_() if saved is tensor else same_as(tensor._local, saved._resolve())
         tensor._pending = None
 

@@ -111,12 +111,20 @@ class Call:
             return None
         return value.index
 
-    def spec(self, name: str) -> Spec:
-        """Spec of a tensor argument by name."""
+    def position(self, name: str) -> int:
+        """Position in ``inputs`` of a tensor argument that must be there.
+
+        Raises:
+            TypeError: when it is absent or no tensor.
+        """
         index = self.index(name)
         if index is None:
             raise TypeError(f"{self.name}: argument {name!r} must be a tensor")
-        return self.inputs[index]
+        return index
+
+    def spec(self, name: str) -> Spec:
+        """Spec of a tensor argument by name."""
+        return self.inputs[self.position(name)]
 
     def dim(self, name: str = "dim", ndim: int | None = None, default: int | None = None) -> int | None:
         """A dimension argument as a non-negative number.

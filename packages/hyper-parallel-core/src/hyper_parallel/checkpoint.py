@@ -20,6 +20,8 @@ def _blocks(tensor: DTensor) -> list[tuple[torch.Size, torch.Size, tuple[slice, 
     layout = tensor.layout
     if layout.is_partial():
         raise ValueError(f"a pending reduction cannot be saved: {layout}. Call .reduce_partial() first")
+    if 0 in tensor.shape:  # an empty tensor is one empty block, so that its name is in the checkpoint
+        return [(torch.Size([0] * tensor.ndim), tensor.shape, ())]
     per_dim = []
     for intervals in box(layout, tensor.shape, layout.info.my_coordinate()):
         starts = itertools.accumulate((b - a for a, b in intervals), initial=0)

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -114,13 +114,13 @@ def is_tracing() -> bool:
 
 def user_line() -> str:
     """``file:line`` of the innermost frame outside this library and torch."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         ours = name.startswith(_SKIPPED) or frame.f_globals.get("__name__", "").startswith("hyper_parallel_")
         if not ours and not name.startswith("<"):
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "?"
 
 

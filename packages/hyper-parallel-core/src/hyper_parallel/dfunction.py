@@ -47,7 +47,7 @@ class DFunction(torch.autograd.Function):
     grad_placements: ClassVar[Sequence[Sequence[Placement] | None] | None] = None
 
     @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the function; keyword arguments are those of ``forward``."""
         if kwargs:
             args = _positional(cls, args, kwargs)

@@ -194,10 +194,10 @@ def _find(func: Callable[..., Any]) -> Any:
     if op is None:
         raise MissingOpError(registry.missing_message(func), func=func)
     if isinstance(op, FunctionOp):
-        rule = _rules[func] = _of_function(op)
+        _rules[func] = _of_function(op)
     else:
-        rule = _rules[func] = Rule(func, op, getattr(func, "__name__", None) or str(func))
-    return rule
+        _rules[func] = Rule(func, op, getattr(func, "__name__", None) or str(func))
+    return _rules[func]
 
 
 def _of_function(op: FunctionOp) -> Callable[..., Any]:

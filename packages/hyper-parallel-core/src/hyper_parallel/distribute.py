@@ -52,10 +52,11 @@ def distribute_tensor(
     if not tensor.is_leaf:
         raise ValueError("distribute_tensor takes a leaf tensor; detach() it, or use DTensor.from_local to keep history")
     data = tensor.detach()
+    spec = make_spec(layout, data.shape, contiguous_stride(data.shape), data.dtype)
     if data.device.type not in ("meta", layout.info.device_type):
         data = data.to(layout.info.default_device())
     if data.is_meta:
-        local = data.new_empty(make_spec(layout, data.shape, contiguous_stride(data.shape), data.dtype).local_shape)
+        local = data.new_empty(spec.local_shape)
     elif src_data_rank is None:
         local = _slice(data, layout)
     else:
@@ -63,7 +64,7 @@ def distribute_tensor(
     if local is data or local.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
         local = local.clone()
     local.requires_grad_(tensor.requires_grad)
-    return wrap(local, make_spec(layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype))
+    return wrap(local, spec)
 
 
 def _slice(data: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -156,7 +157,7 @@ def distribute_module(
     if getattr(module, _DISTRIBUTED, False):
         raise RuntimeError("distribute_module: this module was distributed before; build it anew or redistribute its parameters")
     for name, fn in (("input_fn", input_fn), ("output_fn", output_fn)):
-        if fn is not None and len(inspect.signature(fn).parameters) != 3:
+        if fn is not None and not _takes_three(fn):
             raise ValueError(f"distribute_module: {name} takes (module, values, device_mesh), got {inspect.signature(fn)}")
     for name, submodule in module.named_modules():
         if partition_fn is not None:
@@ -168,6 +169,14 @@ def distribute_module(
         module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
     setattr(module, _DISTRIBUTED, True)
     return module
+
+
+def _takes_three(fn: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(None, None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def replicate_rest(module: nn.Module, device_mesh: DeviceMesh, *, src_data_rank: int | None = 0, buffers: bool = True) -> None:

@@ -17,7 +17,7 @@ import torch
 from hyper_parallel import autograd_bridge, comm
 from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.boxes import local_shape
-from hyper_parallel.layout import Layout, as_layout
+from hyper_parallel.layout import Layout, _rebuild_layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.redistribute import (
@@ -243,19 +243,19 @@ class DTensor(torch.Tensor):
         """Device of this rank's piece."""
         return self._local.device
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Global size, or that of one dimension."""
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
-    def dim(self) -> int:  # type: ignore[override]
+    def dim(self) -> int:
         """Number of dimensions."""
         return len(self._spec.shape)
 
-    def numel(self) -> int:  # type: ignore[override]
+    def numel(self) -> int:
         """Number of elements of the global tensor."""
         return self._spec.shape.numel()
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> Any:
         """Global stride, or that of one dimension."""
         return self._spec.stride if dim is None else self._spec.stride[dim]
 
@@ -286,7 +286,7 @@ class DTensor(torch.Tensor):
     # -- autograd: the graph is that of the local tensor ----------------------------------------------------------
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether a gradient is wanted."""
         return self._local.requires_grad or (self._pending is not None and autograd_bridge.wrapper_requires_grad(self))
 
@@ -294,7 +294,7 @@ class DTensor(torch.Tensor):
     def requires_grad(self, flag: bool) -> None:
         self.requires_grad_(flag)
 
-    def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Ask for a gradient, in place; only for leaves."""
         self._resolve().requires_grad_(requires_grad)
         autograd_bridge.set_wrapper_requires_grad(self, requires_grad)
@@ -312,14 +312,14 @@ class DTensor(torch.Tensor):
         return self.grad_fn is None
 
     @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
+    def grad(self) -> DTensor | None:
         """The gradient as a DTensor; a parameter's has the parameter's layout."""
         local = self._local.grad
         if local is None:
             return None
         if self._grad_wrapper is None or self._grad_wrapper._local is not local:
             self._grad_wrapper = wrap(local, gradient_spec(self._spec, local))
-        return self._grad_wrapper  # type: ignore[no-any-return]
+        return self._grad_wrapper
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -340,7 +340,7 @@ class DTensor(torch.Tensor):
     def grad(self) -> None:
         self._local.grad = None
 
-    def backward(  # type: ignore[override]
+    def backward(
         self,
         gradient: torch.Tensor | None = None,
         retain_graph: bool | None = None,
@@ -350,17 +350,17 @@ class DTensor(torch.Tensor):
         """Compute gradients as ``torch.Tensor.backward`` does; a scalar's seed counts once over all ranks."""
         autograd_bridge.backward((self,), None if gradient is None else (gradient,), retain_graph, create_graph, inputs)
 
-    def detach(self) -> DTensor:  # type: ignore[override]
+    def detach(self) -> DTensor:
         """The same data without history."""
         return wrap(self._resolve().detach(), self._spec)
 
-    def detach_(self) -> DTensor:  # type: ignore[override]
+    def detach_(self) -> DTensor:
         """Drop the history in place."""
         self._resolve().detach_()
         autograd_bridge.set_wrapper_requires_grad(self, False)
         return self
 
-    def retain_grad(self) -> None:  # type: ignore[override]
+    def retain_grad(self) -> None:
         """Keep ``.grad`` of a non-leaf."""
         self._resolve().retain_grad()
 
@@ -369,7 +369,7 @@ class DTensor(torch.Tensor):
         """Whether a non-leaf keeps its ``.grad``."""
         return self._resolve().retains_grad
 
-    def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:  # type: ignore[override]
+    def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
         """Call ``hook`` with the gradient as a DTensor (Partial on varying axes); it may return another."""
         spec = self._spec
 
@@ -384,7 +384,7 @@ class DTensor(torch.Tensor):
 
         return self._resolve().register_hook(local_hook)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[DTensor], None]) -> Any:  # type: ignore[override]
+    def register_post_accumulate_grad_hook(self, hook: Callable[[DTensor], None]) -> Any:
         """Call ``hook`` with this parameter after its gradient was accumulated."""
         this = weakref.ref(self)  # the local tensor holds the hook: a reference back would be a cycle
 
@@ -395,8 +395,8 @@ class DTensor(torch.Tensor):
 
         return self._resolve().register_post_accumulate_grad_hook(local_hook)
 
-    @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> DTensor:
         """The same data without history, untracked."""
         untracked = wrap(self._resolve().data, self._spec)
         untracked._tracked = self
@@ -423,19 +423,18 @@ class DTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only DTensors without history (graph leaves) can be deep-copied; detach() first")
-        copied = wrap(copy.deepcopy(self._local, memo), self._spec)
-        if getattr(self, "_is_param", False):
-            copied._is_param = True  # type: ignore[attr-defined]
+        copied = wrap(copy.deepcopy(self._resolve(), memo), self._spec)
         memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(_travelling_attributes(self), memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = self._spec
-        parts = (self._resolve().detach(), spec.layout, tuple(spec.shape), spec.stride)
-        return (_rebuild_dtensor, (*parts, self.requires_grad, getattr(self, "_is_param", False)))
+        parts = (self._resolve().detach(), spec.layout, tuple(spec.shape), spec.stride, tuple(spec.varying))
+        return (_rebuild_dtensor, (*parts, self.requires_grad, _travelling_attributes(self)))
 
     # -- distributed checkpoint -----------------------------------------------------------------------------------
 
@@ -476,7 +475,7 @@ class DTensor(torch.Tensor):
         return (_dispatch or _load_dispatcher())(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return autograd_bridge.guard(func, args, kwargs or {})
 
 
@@ -484,7 +483,7 @@ def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
     """A DTensor around ``local``; the caller vouches that it fits ``spec``."""
     result: DTensor = _make_wrapper(
         DTensor, spec.shape, spec.stride, dtype=spec.dtype, device=local.device, requires_grad=local.requires_grad
-    )  # type: ignore[assignment]
+    )
     result._local = local
     result._spec = spec
     if not torch.is_grad_enabled():
@@ -501,7 +500,7 @@ class _GradientLayout(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         given, wanted, shape = ctx.args
         return transition(grad, given, wanted, shape), None, None, None
 
@@ -546,7 +545,7 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
     key = (spec, tensor._spec, torch.is_grad_enabled(), local.requires_grad)
     found = memo.get(key)
     if found is not None and found[0] == local._version and found[2]._local._version == found[1]:
-        return found[2]  # type: ignore[no-any-return]
+        return found[2]
     result = convert(tensor, spec)
     memo[key] = (local._version, result._local._version, result)
     if tensor._spec.layout.is_partial() and not layout.is_partial() and layout.shard_order == tensor._spec.layout.shard_order:
@@ -615,18 +614,27 @@ def _check_replicas_agree(local: torch.Tensor, layout: Layout, shape: tuple[int,
         raise ValueError(f"from_local: the ranks hold different values where {describe(layout)} says Replicate")
 
 
+def _travelling_attributes(tensor: DTensor) -> dict[str, Any]:
+    """Attributes that a copy has too: those of users, and that it is a parameter."""
+    return {name: value for name, value in vars(tensor).items() if name not in DTensor.__annotations__}
+
+
 def _rebuild_dtensor(
     local: torch.Tensor,
     layout: Layout,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
+    varying: tuple[int, ...],
     requires_grad: bool,
-    is_param: bool,
+    attributes: dict[str, Any],
 ) -> DTensor:
-    result = wrap(local.requires_grad_(requires_grad), make_spec(layout, shape, stride, local.dtype))
-    if is_param:
-        result._is_param = True  # type: ignore[attr-defined]
+    result = wrap(local.requires_grad_(requires_grad), make_spec(layout, shape, stride, local.dtype, frozenset(varying)))
+    result.__dict__.update(attributes)
     return result
+
+
+# What a saved DTensor consists of, for torch.load(weights_only=True).
+torch.serialization.add_safe_globals([_rebuild_dtensor, _rebuild_layout, Layout, PackedShard])
 
 
 # The dispatcher needs DTensor, so it is imported when the first operator is called.

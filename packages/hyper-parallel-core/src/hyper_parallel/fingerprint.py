@@ -12,39 +12,53 @@ from hyper_parallel.errors import PluginError
 if TYPE_CHECKING:
     from hyper_parallel.mesh import MeshInfo
 
+SHOWN = 12
+"""Differences listed per rank."""
+
 
 def check_same_plugins(info: MeshInfo) -> None:
     """Compare the registry fingerprint of all ranks of a mesh.
 
-    One all-reduce of 16 bytes per mesh axis; every rank comes to the same verdict.
+    One all-reduce of 24 bytes per mesh axis; every rank comes to the same verdict. A rank whose plugins cannot be
+    loaded takes part too, so that the others do not wait for it.
 
     Raises:
-        PluginError: when they differ; the message lists each rank's plugins.
+        PluginError: when they differ, or cannot be loaded on some rank; the message lists what each rank has.
     """
     if info.coordinate is None or info.mesh.size() == 1 or dist.get_backend(info.mesh.get_group(0)) == "fake":
         return
     from hyper_parallel.registry import default_registry
 
     registry = default_registry()
-    digest = int(registry.fingerprint()[:15], 16)
-    extremes = torch.tensor([digest, -digest], device=info.default_device())
+    digest, failure = 0, None
+    try:
+        digest = int(registry.fingerprint()[:15], 16)
+        lines = registry.fingerprint_lines()
+    except PluginError as error:
+        failure, lines = error, [f"cannot be loaded: {str(error).splitlines()[0]}"]
+    extremes = torch.tensor([digest, -digest, int(failure is not None)], device=info.default_device())
     for axis in range(info.ndim):
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=info.mesh.get_group(axis))
-    if int(extremes[0]) != -int(extremes[1]):
-        raise PluginError(_difference(info, registry))
+    highest, lowest, failed = extremes.tolist()
+    if failed or highest != -lowest:
+        raise PluginError(_difference(info, lines)) from failure
 
 
-def _difference(info: MeshInfo, registry: Any) -> str:
-    seen = {dist.get_rank(): sorted({(entry.name, entry.provider) for entry in registry.entries()})}
+def _difference(info: MeshInfo, lines: list[str]) -> str:
+    """What each rank has that not all have."""
+    seen = {dist.get_rank(): lines}
     for axis in range(info.ndim):
         group = info.mesh.get_group(axis)
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, seen, group=group)
         for part in gathered:
             seen.update(part)
-    common = set.intersection(*(set(ops) for ops in seen.values()))
-    lines = ["the ranks of this mesh have different operators registered; install the same packages everywhere"]
-    for rank, ops in sorted(seen.items()):
-        extra = [f"{name} ({provider})" for name, provider in ops if (name, provider) not in common]
-        lines.append(f"  rank {rank}: {', '.join(extra[:12]) or 'nothing beyond the common ones'}")
-    return "\n".join(lines)
+    common = set.intersection(*map(set, seen.values()))
+    text = ["the ranks of this mesh have different operators registered; install the same packages everywhere"]
+    for rank, its in sorted(seen.items()):
+        extra = [line for line in its if line not in common]
+        text.append(f"  rank {rank}: {extra[0] if extra else 'nothing beyond the common ones'}")
+        text += [f"          {line}" for line in extra[1:SHOWN]]
+        if len(extra) > SHOWN:
+            text.append(f"          and {len(extra) - SHOWN} more")
+    return "\n".join(text)

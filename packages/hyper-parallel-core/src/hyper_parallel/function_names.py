@@ -187,4 +187,4 @@ def _callable_form(attribute: Any) -> Function | None:
         return attribute.__get__
     if isinstance(attribute, type | types.ModuleType) or not callable(attribute):
         return None
-    return attribute  # type: ignore[no-any-return]
+    return attribute

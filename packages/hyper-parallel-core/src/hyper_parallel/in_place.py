@@ -83,7 +83,7 @@ class _VaryInPlace(torch.autograd.Function):
         return local
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         old, new, shape = ctx.args
         return transition(grad, dual(*new), dual(*old), shape), None, None, None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hyper_parallel.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info
+from hyper_parallel.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info, mesh_of_ranks
 from hyper_parallel.placements import (
     PackedShard,
     Partial,
@@ -307,11 +307,21 @@ class Layout:
             source = self._source
             assert isinstance(source, _MeshDescription)
             return (Layout, (source.shape, source.names, source.ranks))
-        return (_rebuild, (self.mesh, self.placements, self.ndim, self.shard_order))
+        # Not the DeviceMesh itself: it finds its process groups by names, which in another run mean other groups.
+        mesh = self.mesh
+        where = (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
+        return (_rebuild_layout, (*where, self.placements, self.ndim, self.shard_order))
 
 
-def _rebuild(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int, order: ShardOrder) -> Layout:
-    return Layout.from_placements(mesh, placements, ndim=ndim, shard_order=order)
+def _rebuild_layout(
+    device_type: str,
+    ranks: Any,
+    names: tuple[str, ...] | None,
+    placements: tuple[Placement, ...],
+    ndim: int,
+    order: ShardOrder,
+) -> Layout:
+    return Layout.from_placements(mesh_of_ranks(device_type, ranks, names), placements, ndim=ndim, shard_order=order)
 
 
 def _normalise(info: MeshInfo, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
@@ -362,7 +372,7 @@ def _order(info: MeshInfo, placements: tuple[Placement, ...], ndim: int, given: 
     return tuple(order)
 
 
-def as_layout(mesh: Any, placements: Sequence[Placement] | None, ndim: int) -> Layout:
+def as_layout(mesh: Any, placements: Sequence[Placement] | Layout | None, ndim: int) -> Layout:
     """The layout meant by ``(mesh, placements)`` or by a :class:`Layout` in the place of the mesh or the placements."""
     for given in (mesh, placements):
         if isinstance(given, Layout):
@@ -372,4 +382,5 @@ def as_layout(mesh: Any, placements: Sequence[Placement] | None, ndim: int) -> L
             return layout
     if placements is None:
         raise ValueError("placements are missing: give one per mesh axis, or a Layout")
+    assert not isinstance(placements, Layout)
     return Layout.from_placements(mesh, placements, ndim=ndim)

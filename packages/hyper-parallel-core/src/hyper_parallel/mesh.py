@@ -89,6 +89,7 @@ class MeshInfo:
             for axis, index in zip(axes, position, strict=True):
                 coordinate[axis] = index
             members[int(self.mesh.mesh[tuple(coordinate)])] = tuple(coordinate)
+        group: Any
         if len(axes) == 1:
             group = self.mesh.get_group(axes[0])
         elif sorted(members) == list(range(dist.get_world_size())):
@@ -122,6 +123,18 @@ class MeshInfo:
 
 
 _INFOS: dict[DeviceMesh, MeshInfo] = {}
+
+
+def mesh_of_ranks(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
+    """The mesh of these ranks (nested lists) that is in use, or else a new one, which all ranks must make together."""
+    for mesh, info in reversed(_INFOS.items()):
+        if info.world is dist.group.WORLD and (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == (
+            device_type,
+            ranks,
+            names,
+        ):
+            return mesh
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 
 def mesh_info(mesh: DeviceMesh) -> MeshInfo:

@@ -38,13 +38,14 @@ def _metadata_functions() -> set[Any]:
 
 
 _METADATA = _metadata_functions()
+_Tensor: Any = torch.Tensor  # its properties are descriptors, which type checkers take for their values
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: lambda func, args, kwargs: autograd_bridge.backward(*args, **kwargs),
     torch.autograd.grad: lambda func, args, kwargs: autograd_bridge.grad(*args, **kwargs),
-    torch.Tensor._version.__get__: lambda func, args, kwargs: args[0]._resolve()._version,  # type: ignore[attr-defined]
-    torch.Tensor._base.__get__: lambda func, args, kwargs: args[0]._base_dtensor,  # type: ignore[attr-defined]
-    torch.Tensor._backward_hooks.__get__: lambda func, args, kwargs: None,  # type: ignore[attr-defined]
-    torch.Tensor._backward_hooks.__set__: _on_wrapper,  # type: ignore[attr-defined]
+    _Tensor._version.__get__: lambda func, args, kwargs: args[0]._resolve()._version,
+    _Tensor._base.__get__: lambda func, args, kwargs: args[0]._base_dtensor,
+    _Tensor._backward_hooks.__get__: lambda func, args, kwargs: None,
+    _Tensor._backward_hooks.__set__: _on_wrapper,
     torch.Tensor.type: lambda func, args, kwargs: _type(*args, **kwargs),
 }
 

@@ -164,12 +164,12 @@ def matching(pattern: str, names: Sequence[str], what: str) -> list[str]:
 
 
 def _shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any], src: int | None) -> None:
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     wanted: dict[str, Any] = {}
     for pattern, layout in plan.items():
         for name in matching(pattern, list(named), "parameter"):
             wanted[name] = layout
-    done: dict[int, tuple[str, nn.Parameter]] = {}
+    done: dict[int, tuple[str, Any]] = {}
     by_identity: dict[int, list[str]] = {}
     for name, parameter in named.items():
         by_identity.setdefault(id(parameter), []).append(name)
@@ -180,7 +180,7 @@ def _shard_parameters(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any
         target = as_layout(layout if isinstance(layout, Layout) else mesh, layout, parameter.ndim)
         if id(parameter) in done:
             first, sharded = done[id(parameter)]
-            if sharded.layout is not target:  # type: ignore[comparison-overlap]
+            if sharded.layout is not target:
                 raise ValueError(f"{name!r} and {first!r} are one tied parameter but have two layouts in the plan")
             continue
         sharded = as_parameter(distribute_tensor(parameter, target, src_data_rank=src), parameter)

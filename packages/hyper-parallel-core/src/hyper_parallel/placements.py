@@ -6,6 +6,8 @@ the two libraries. ``PackedShard`` is ours: PyTorch has no placement for a fused
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 __all__ = ["PackedShard", "Partial", "Placement", "Replicate", "Shard"]
@@ -52,18 +54,18 @@ class PackedShard(Shard):
         return (PackedShard, (self.dim, self.sections))
 
 
-def is_shard(placement: object) -> bool:
+def is_shard(placement: object) -> TypeGuard[Shard]:
     """Whether the axis holds slices (plain or packed). As fast as a class test: torch's placements have a slow isinstance."""
     kind = placement.__class__
     return kind is Shard or kind is PackedShard
 
 
-def is_replicate(placement: object) -> bool:
+def is_replicate(placement: object) -> TypeGuard[Replicate]:
     """Whether the axis holds copies."""
     return placement.__class__ is Replicate
 
 
-def is_partial(placement: object) -> bool:
+def is_partial(placement: object) -> TypeGuard[Partial]:
     """Whether the axis holds terms of a pending reduction."""
     return placement.__class__ is Partial
 

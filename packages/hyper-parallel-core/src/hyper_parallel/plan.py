@@ -36,7 +36,7 @@ class Rule:
         # A view must be of the tensor itself, so that writes reach it.
         self.use_reduced = not self.inplace and not self.generic and not op.makes_views  # type: ignore[attr-defined]
         self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
-        self.cache: dict[tuple[Any, ...], Plan] = {}
+        self.cache: dict[Any, Any] = {}
 
 
 class Plan:
@@ -106,8 +106,8 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
     if solution.shapes is not None:
         # Dtype and stride are those of the first result.
         layouts = [fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
-        varying = [output_varying(call, solution, x, i) for i, x in enumerate(layouts)]
-        plan.unfinished = list(zip(layouts, solution.shapes, varying, strict=True))
+        types = [output_varying(call, solution, x, i) for i, x in enumerate(layouts)]
+        plan.unfinished = list(zip(layouts, solution.shapes, types, strict=True))
         return plan
     specs, single = output_specs(rule, call, solution)
     if single:

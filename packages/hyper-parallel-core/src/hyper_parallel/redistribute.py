@@ -35,7 +35,7 @@ class _Transition(torch.autograd.Function):
         return how.move(local, src[0], dst[0], shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         src, dst, shape, how = ctx.args
         given, wanted = dual(*dst), dual(*src)
         if comm_trace._active:
@@ -47,7 +47,7 @@ class _Transition(torch.autograd.Function):
 
 
 # Function.apply's own checks are for functorch transforms, which do not reach local tensors.
-_apply_transition = super(torch.autograd.Function, _Transition).apply  # type: ignore[misc]
+_apply_transition = super(torch.autograd.Function, _Transition).apply
 
 
 class _How:
@@ -119,7 +119,7 @@ def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ..
 
 def _run(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How, tracked: bool) -> torch.Tensor:
     if tracked:
-        return _apply_transition(local, src, dst, shape, how)  # type: ignore[no-any-return]
+        return _apply_transition(local, src, dst, shape, how)
     return how.move(local, src[0], dst[0], shape)
 
 

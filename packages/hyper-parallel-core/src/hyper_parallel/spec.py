@@ -13,7 +13,7 @@ import torch
 
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement, Replicate, is_partial
+from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, is_partial
 
 NOT_VARYING: frozenset[int] = frozenset()
 
@@ -33,6 +33,7 @@ class Spec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     varying: frozenset[int]
+    _meta: torch.Tensor | None
 
     def replace(self, **changes: Any) -> Spec:
         """The spec with some fields changed."""
@@ -63,13 +64,20 @@ def make_spec(
     dtype: torch.dtype,
     varying: frozenset[int] = NOT_VARYING,
 ) -> Spec:
-    """The interned spec of these parts."""
+    """The interned spec of these parts.
+
+    Raises:
+        ValueError: the sections of a PackedShard do not add up to the dimension.
+    """
     specs = layout._specs
     if not specs:
         specs = layout._specs = weakref.WeakValueDictionary()
     key = (tuple(shape), stride, dtype, varying)
     found: Spec | None = specs.get(key)
     if found is None:
+        for placement in layout.placements:
+            if isinstance(placement, PackedShard) and sum(placement.sections) != key[0][placement.dim]:
+                raise ValueError(f"the sections of {placement!r} do not add up to dim {placement.dim} of shape {key[0]}")
         found = Spec()
         found.layout, found.shape, found.stride, found.dtype = layout, torch.Size(key[0]), stride, dtype
         found.varying, found._meta = varying, None

@@ -120,7 +120,7 @@ class LayoutOp(DistributedOp):
 
     def get_expand_impl(self, func: Callable[..., Any], infer_result: Any, cache_values: Any) -> Callable[..., Any] | None:
         """The solution's local function."""
-        return infer_result[1].local  # type: ignore[no-any-return]
+        return infer_result[1].local
 
     def positions(self, call: Call, names: Iterable[int | str]) -> frozenset[int]:
         """Input positions of names or positions; absent ones are left out."""
@@ -237,7 +237,7 @@ def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int, be
         cost = _row_cost(call, row, current, largest_output)
         if cost < best_cost:
             best, best_cost = row, cost
-            if cost == (0, 0):
+            if not any(cost):
                 break
     if best is None:
         raise _no_strategy(call, rows, axis)

@@ -15,7 +15,7 @@ from hyper_parallel.context import state
 from hyper_parallel.in_place import run_inplace
 from hyper_parallel.layout import Layout
 from hyper_parallel.meshes import common_mesh, on_mesh
-from hyper_parallel.placements import Replicate, is_partial, is_replicate, is_shard
+from hyper_parallel.placements import Replicate, Shard, is_partial, is_replicate
 from hyper_parallel.plan import (
     CACHE_LIMIT,
     Plan,
@@ -55,13 +55,13 @@ def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         ]
     local_args, local_kwargs, values = op.preprocess(args, kwargs)
     key = (values, tuple(call.inputs), tuple(call.needs_grad), torch.is_grad_enabled(), state.mode)
-    found = rule.cache.get(key)  # type: ignore[arg-type]
+    found = rule.cache.get(key)
     if found is None:
         found = _infer_generic(rule, call, solution, values)
         if len(rule.cache) >= CACHE_LIMIT:
             rule.cache.clear()
-        rule.cache[key] = found  # type: ignore[index]
-    plan, result = found  # type: ignore[misc]
+        rule.cache[key] = found
+    plan, result = found
     if plan.changes is not None:
         return Again(*changed(args, kwargs, plan, rule.inplace))
     local = plan.call or op.get_expand_impl(rule.func, result, values) or rule.func
@@ -123,7 +123,7 @@ def _specs_from_local(rule: Rule, call: Call, layouts: Sequence[Any], out: Any) 
         layout = fit_rank(layout, value.ndim)
         shape = list(value.shape)
         for axis, placement in enumerate(layout.placements):
-            if is_shard(placement):
+            if isinstance(placement, Shard):
                 shape[placement.dim] *= layout.mesh_shape[axis]
         varying = output_varying(call, solution, layout, position)
         specs.append(make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying))

@@ -42,12 +42,12 @@ def joined(local: torch.Tensor, spec: Any, node: Any, output: int, is_changed: A
     """
     stand_in = _stand_in(node, is_changed)
     source = stand_in.outputs[output]
-    return _Enter.apply(_Hidden(local.detach()), spec, stand_in, source) if source.requires_grad else local  # type: ignore[no-any-return]
+    return _Enter.apply(_Hidden(local.detach()), spec, stand_in, source) if source.requires_grad else local
 
 
 def same_as(local: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """A tensor with the memory of ``local`` and the history of ``source``."""
-    return _SameAs.apply(_Hidden(local.detach()), source) if source.requires_grad else local  # type: ignore[no-any-return]
+    return _SameAs.apply(_Hidden(local.detach()), source) if source.requires_grad else local
 
 
 class _SameAs(torch.autograd.Function):
@@ -56,7 +56,7 @@ class _SameAs(torch.autograd.Function):
         return local.tensor
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return None, grad
 
 
@@ -76,7 +76,7 @@ class _Enter(torch.autograd.Function):
         return local.tensor
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         from hyper_parallel.dtensor import gradient_spec, wrap
 
         return None, None, None, wrap(grad, gradient_spec(ctx.spec, grad))
@@ -95,12 +95,13 @@ class _Node(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if all(g is None for g in grads):
             return None, None, None, *(None for _ in ctx.edges)
         name = ctx.node.name()
         if isinstance(ctx.node, BackwardCFunction) and name != "BackwardHookFunctionBackward":
             grads = _materialized(ctx.node, grads)
+        found: Any
         if name == "CheckpointFunctionBackward":
             found = _run_checkpoint(ctx.node, ctx.edges, grads)
         else:

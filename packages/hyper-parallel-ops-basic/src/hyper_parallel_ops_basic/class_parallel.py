@@ -51,7 +51,7 @@ def class_parallel_losses(
         )
     place, here = locate(target, held)
     here = here & valid
-    lse, picked, scores, weights, weight_sum = _Terms.apply(  # type: ignore[no-untyped-call]
+    lse, picked, scores, weights, weight_sum = _Terms.apply(
         x, over, dim, place, here, mine, smoothing > 0, weight_sharded
     )
     if weight is None:

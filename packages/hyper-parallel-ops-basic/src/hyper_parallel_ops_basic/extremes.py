@@ -79,9 +79,9 @@ class Extreme(Reduction):
         if self.with_index(call):
             found = getattr(torch.return_types, op)
             shape = tuple(call.inputs[0].shape)
-            return lambda x, *a, **k: found(_ExtremeAlong.apply(x, over, shape, dims[0], keep, op))  # type: ignore[no-untyped-call]
+            return lambda x, *a, **k: found(_ExtremeAlong.apply(x, over, shape, dims[0], keep, op))
         if call.needs_grad[0]:
-            return lambda x, *a, **k: _Extreme.apply(x, over, dims, keep, op)  # type: ignore[no-untyped-call]
+            return lambda x, *a, **k: _Extreme.apply(x, over, dims, keep, op)
         return lambda x, *a, **k: local_extreme(x, dims, keep, op)
 
 
@@ -145,7 +145,7 @@ class MinMax(Reduction):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if inside:
-                low, high = (_Extreme.apply(x, over, dims, keep, op) for op in ("min", "max"))  # type: ignore[no-untyped-call]
+                low, high = (_Extreme.apply(x, over, dims, keep, op) for op in ("min", "max"))
             else:
                 low, high = (local_extreme(x, dims, keep, op) for op in ("min", "max"))
             return torch.return_types.aminmax((low, high))

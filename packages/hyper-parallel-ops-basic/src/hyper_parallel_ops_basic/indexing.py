@@ -157,7 +157,8 @@ def _solve_by_data(solution: Solution, call: Call, index: Index) -> None:
         order = (layout.shard_order + ((),) * out.ndim)[: out.ndim]
         placed = layout.with_order(layout.placements, order)
         shape = [
-            len(ranges[sources[d] or 0]) if axes else n for d, (n, axes) in enumerate(zip(out.shape, order, strict=True))
+            len(ranges[source]) if axes and source is not None else size
+            for size, axes, source in zip(out.shape, order, sources, strict=True)
         ]
         varying = frozenset(a for a in call.inputs[0].varying if isinstance(placed.placements[a], Replicate))
         return wrap(out, make_spec(placed, shape, contiguous_stride(shape), out.dtype, varying))

@@ -72,7 +72,7 @@ class LayerNorm(RowNorm):
 
     def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
         x, weight, bias = widened(given["input"]), given.get("weight"), given.get("bias")
-        out = _Normalise.apply(_wide(x), over, dims, count, given.get("eps", 1e-5), True)  # type: ignore[no-untyped-call]
+        out = _Normalise.apply(_wide(x), over, dims, count, given.get("eps", 1e-5), True)
         if weight is not None:
             out = out * weight
         return (out if bias is None else out + bias).to(x.dtype)
@@ -87,7 +87,7 @@ class RMSNorm(RowNorm):
         x, weight, eps = given["input"], given.get("weight"), given.get("eps")
         wide = _wide(x)
         # PyTorch's default is the epsilon of the dtype in which it computes.
-        out = _Normalise.apply(wide, over, dims, count, torch.finfo(wide.dtype).eps if eps is None else eps, False)  # type: ignore[no-untyped-call]
+        out = _Normalise.apply(wide, over, dims, count, torch.finfo(wide.dtype).eps if eps is None else eps, False)
         return (out if weight is None else out * weight).to(x.dtype)
 
 

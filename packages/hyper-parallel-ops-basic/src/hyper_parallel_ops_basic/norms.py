@@ -98,7 +98,7 @@ class VectorNorm(Reduction):
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             x = widened(x) if dtype is None else x.to(dtype)
             if inside:
-                return _Norm.apply(x, over, p, dims, keep)  # type: ignore[no-untyped-call]
+                return _Norm.apply(x, over, p, dims, keep)
             return local_norm(x, p, dims, keep)
 
         return local

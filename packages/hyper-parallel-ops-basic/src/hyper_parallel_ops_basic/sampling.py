@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ class FillRandomly(FunctionOp):
         target = args[0] if args else kwargs[name]  # type: ignore[index]
         if not isinstance(target, DTensor):
             raise TypeError(
-                f"{func.__name__} of a plain tensor with a DTensor as parameter: make the target a DTensor, for example "
-                "with empty_like(parameter)"
+                f"{func.__name__} of a plain tensor with a DTensor as parameter: make the target a DTensor, for "
+                "example with empty_like(parameter)"
             )
         before_write(target)
         spec, local = target._spec, target._resolve()
@@ -43,7 +44,10 @@ class FillRandomly(FunctionOp):
             whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=local.device)
             return func(whole, *rest, **named)
 
-        local.copy_(draw(spec.layout, tuple(spec.shape), make, kwargs.get("generator")))
+        part = draw(spec.layout, tuple(spec.shape), make, kwargs.get("generator"))
+        # The functions of nn.init are not recorded by autograd, so that they may overwrite parameters.
+        with torch.no_grad() if func.__module__ == "torch.nn.init" else nullcontext():
+            local.copy_(part)
         return target
 
 

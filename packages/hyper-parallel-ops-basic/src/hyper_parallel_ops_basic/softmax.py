@@ -60,7 +60,7 @@ class Softmax(StrategyOp):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             x = widened(x) if dtype is None else x.to(dtype)
-            return kind.apply(x if sign > 0 else -x, over, dim)  # type: ignore[no-untyped-call]
+            return kind.apply(x if sign > 0 else -x, over, dim)
 
         return local
 

@@ -39,7 +39,7 @@ class TopK(AlongDim):
         if not over:
             return None
         k, largest = call.arg("k"), bool(call.arg("largest", True))
-        return lambda x, *args, **kwargs: torch.return_types.topk(_TopK.apply(x, over, shape, dim, k, largest))  # type: ignore[no-untyped-call]
+        return lambda x, *args, **kwargs: torch.return_types.topk(_TopK.apply(x, over, shape, dim, k, largest))
 
 
 class _TopK(torch.autograd.Function):

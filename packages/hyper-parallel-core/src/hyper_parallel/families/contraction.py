@@ -121,11 +121,12 @@ class Linear(StrategyOp):
         features = "n" if len(w) == 2 else ""
         batch = "ABCDEFGHIJKLMNOPQRSTUVW"[: len(x) - 1]
         output = batch + features
-        places = [call.index("input"), call.index("weight")]
+        x_at, w_at = call.position("input"), call.position("weight")
         bias = call.index("bias")
         for row in contraction_strategies([x, w], [batch + "k", features + "k"], output):
             inputs: list[Placement] = [R] * len(call.inputs)
-            inputs[places[0]], inputs[places[1]] = row.inputs  # type: ignore[index, misc]
+            assert isinstance(row.inputs, list)
+            inputs[x_at], inputs[w_at] = row.inputs
             if bias is not None:
                 # Added once: sharded with the output features, or pending when the product is.
                 inputs[bias] = P if row.outputs == P else S(0) if features and row.outputs == S(len(batch)) else R
