@@ -111,7 +111,10 @@ def test_the_block_runs_again_in_backward_and_its_memory_is_dropped(reentrant):
         calls.append(1)
         return torch.tanh(x @ w)
 
-    x, w = (make(v, mesh_of((4,)), p, requires_grad=True) for v, p in zip(values()[:2], ([Replicate()], [Shard(1)]), strict=True))
+    x, w = (
+        make(v, mesh_of((4,)), p, requires_grad=True)
+        for v, p in zip(values()[:2], ([Replicate()], [Shard(1)]), strict=True)
+    )
     y = checkpoint(counted, x * 1, w, use_reentrant=reentrant)
     with CommTrace() as trace:
         y.sum().backward()

@@ -1,4 +1,4 @@
-"""Putting tensors and modules on a mesh: ``distribute_tensor``, ``distribute_module``, factories, PyTorch's own DTensor."""
+"""Tensors and modules put on a mesh: ``distribute_tensor``, ``distribute_module``, factories, PyTorch's DTensor."""
 
 import functools
 
@@ -104,7 +104,9 @@ def test_every_dtype(dtype):
 @pytest.mark.parametrize("shape", [(0, 3), (1, 3), (2, 0), ()])
 def test_empty_and_tiny_tensors(shape):
     value = whole(*shape)
-    for placements in ([Shard(0), Replicate()], [Shard(0), Shard(0)], [Replicate(), Replicate()]) if shape else ([Replicate()] * 2,):
+    for placements in (
+        ([Shard(0), Replicate()], [Shard(0), Shard(0)], [Replicate(), Replicate()]) if shape else ([Replicate()] * 2,)
+    ):
         x = distribute_tensor(value, mesh_of((2, 2)), placements)
         assert x.shape == shape
         assert torch.equal(x.full_tensor(), value)
@@ -307,7 +309,12 @@ def test_factory_arguments():
     assert y.requires_grad
     assert y.is_leaf
     assert hp.full((), 2.0, device_mesh=mesh).full_tensor() == 2.0
-    for pending in ([Partial(), Replicate()], [Partial(), Shard(0)], [Partial(), Partial()], [Partial("max"), Replicate()]):
+    for pending in (
+        [Partial(), Replicate()],
+        [Partial(), Shard(0)],
+        [Partial(), Partial()],
+        [Partial("max"), Replicate()],
+    ):
         z = hp.full((7, 3), 5.0, device_mesh=mesh, placements=pending)
         assert z.placements == tuple(pending)
         assert torch.equal(z.full_tensor(), torch.full((7, 3), 5.0))

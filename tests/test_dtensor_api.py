@@ -212,7 +212,12 @@ def test_to_local_of_a_tensor_without_gradient_is_the_local_tensor_itself():
 @pytest.mark.ranks(4)
 def test_full_tensor_is_plain_and_equal_on_every_rank():
     mesh, value = mesh_of((2, 2)), whole(5, 3)
-    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial(), Shard(1)], [Partial("max"), Replicate()]):
+    for placements in (
+        [Shard(0), Shard(1)],
+        [Shard(0), Shard(0)],
+        [Partial(), Shard(1)],
+        [Partial("max"), Replicate()],
+    ):
         full = make(value, mesh, placements).full_tensor()
         assert type(full) is torch.Tensor
         torch.testing.assert_close(full, value)

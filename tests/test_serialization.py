@@ -47,12 +47,20 @@ def same(got, want):
     assert isinstance(got, DTensor)
     assert got is not want
     assert got.layout is want.layout
-    assert (got.shape, got.stride(), got.dtype, got.requires_grad) == (want.shape, want.stride(), want.dtype, want.requires_grad)
+    assert (got.shape, got.stride(), got.dtype, got.requires_grad) == (
+        want.shape,
+        want.stride(),
+        want.dtype,
+        want.requires_grad,
+    )
     assert got.grad_placements == want.grad_placements
     assert type(got) is type(want)
     assert isinstance(got, nn.Parameter) == isinstance(want, nn.Parameter)
     assert torch.equal(got.to_local(), want.to_local())
-    assert got.to_local().untyped_storage().data_ptr() != want.to_local().untyped_storage().data_ptr() or not got.to_local().numel()
+    assert (
+        got.to_local().untyped_storage().data_ptr() != want.to_local().untyped_storage().data_ptr()
+        or not got.to_local().numel()
+    )
 
 
 # -- pickle, copy, torch.save -------------------------------------------------------------------------------------
@@ -200,7 +208,10 @@ def test_a_checkpoint_loads_into_any_other_layout_and_mesh():
     layouts = layouts_of(2)
     value = whole(7, 3)
     with Folder() as path:
-        dcp.save({f"w{i}": make(value * (i + 1), layout.mesh, layout) for i, layout in enumerate(layouts)}, checkpoint_id=path)
+        dcp.save(
+            {f"w{i}": make(value * (i + 1), layout.mesh, layout) for i, layout in enumerate(layouts)},
+            checkpoint_id=path,
+        )
         for shift in (0, 1, 4):
             targets = [layouts[(i + shift) % len(layouts)] for i in range(len(layouts))]
             state = {f"w{i}": make(0 * value, layout.mesh, layout) for i, layout in enumerate(targets)}
@@ -295,9 +306,7 @@ def test_model_and_optimizer_resume_in_another_layout():
         model_state, optimizer_state = get_state_dict(resumed, its_optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            resumed, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(resumed, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     check_equal(resumed, net)
     for _ in range(2):
         step(net, optimizer)

@@ -196,7 +196,9 @@ def test_plain_losses_reach_dtensor_parameters():
 def test_grad_has_the_layout_of_the_parameter():
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
         x = make(values()[0], mesh_of((2, 2)), placements, requires_grad=True)
-        (x * make(values()[0], mesh_of((2, 2)), [Shard(0), Replicate()]).redistribute(placements=placements)).sum().backward()
+        (
+            x * make(values()[0], mesh_of((2, 2)), [Shard(0), Replicate()]).redistribute(placements=placements)
+        ).sum().backward()
         assert x.grad.layout is x.layout
         assert x.grad is x.grad
         assert not x.grad.requires_grad

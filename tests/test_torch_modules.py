@@ -305,4 +305,6 @@ def test_modules_made_on_meta_can_be_filled():
     torch.manual_seed(0)
     net.fc1.reset_parameters()
     torch.manual_seed(0)
-    torch.testing.assert_close(net.fc1.weight.detach().full_tensor(), nn.Linear(3, 6, dtype=torch.float64).weight.detach())
+    torch.testing.assert_close(
+        net.fc1.weight.detach().full_tensor(), nn.Linear(3, 6, dtype=torch.float64).weight.detach()
+    )

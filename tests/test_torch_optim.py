@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._foreach_utils import _has_foreach_support
 
 from hyper_parallel import CommTrace, DTensor, Partial, Replicate, Shard
 from hyper_parallel.testing.checking import mesh_of
@@ -31,8 +33,11 @@ def parameters(dtype=torch.float64):
 
 def loss_of(tensors, step):
     x, w, b, s = tensors
-    hidden = torch.tanh(x.redistribute(placements=[Shard(0), Replicate()]) @ w.redistribute(placements=[Replicate()] * 2)
-                        if isinstance(x, DTensor) else x @ w)
+    hidden = torch.tanh(
+        x.redistribute(placements=[Shard(0), Replicate()]) @ w.redistribute(placements=[Replicate()] * 2)
+        if isinstance(x, DTensor)
+        else x @ w
+    )
     bias = b.redistribute(placements=[Replicate()] * 2) if isinstance(b, DTensor) else b
     return ((hidden + bias) * s).square().mean() * (1.0 + step)
 
@@ -247,3 +252,10 @@ def test_pending_gradients_are_summed_before_the_optimizer_sees_them():
     column = torch.arange(20.0, dtype=torch.float64).reshape(4, 5).sum(0)
     torch.testing.assert_close(parameter.detach().full_tensor(), value - column[:, None])
     assert Partial() not in parameter.placements
+
+
+@pytest.mark.ranks(4)
+def test_optimizers_choose_foreach_for_dtensors_where_they_do_for_plain_tensors():
+    for tensors in parameters():
+        assert _has_foreach_support([t.detach() for t in tensors], torch.device("cpu"))
+        assert all(type(t) in _foreach_supported_types for t in tensors)

@@ -18,7 +18,7 @@ from hyper_parallel.wrapper_graph import joined, same_as
 if TYPE_CHECKING:
     from hyper_parallel.dtensor import DTensor
     from hyper_parallel.spec import Spec
-    from hyper_parallel.transition import Pending
+    from hyper_parallel.steps import Pending
 
 _Tensor: Any = torch.Tensor  # its properties are descriptors, which type checkers take for their values
 _grad_fn = _Tensor.grad_fn.__get__
@@ -77,23 +77,30 @@ def set_wrapper_requires_grad(tensor: DTensor, flag: bool) -> None:
             _set_requires_grad(tensor, flag)
 
 
-def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device) -> None:
+def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device, requires_grad: bool) -> None:
     """Give a DTensor a wrapper with this metadata and no C++ node; the Python object stays.
 
     Raises:
         RuntimeError: when the C++ graph of an ``autograd.Function`` holds the old wrapper.
     """
     fresh = torch.Tensor._make_wrapper_subclass(
-        type(tensor), spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=tensor.requires_grad
+        type(tensor), spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=requires_grad
     )
     try:
         # Not torch.utils.swap_tensors: it swaps the attributes too, and refuses tensors with weak references.
         torch._C._swap_tensor_impl(tensor, fresh)
     except RuntimeError as error:
         raise RuntimeError(
-            "a DTensor cannot be changed while the graph of an autograd.Function that it went into is alive; clone() it "
-            "first, or drop the function's result"
+            "a DTensor cannot be changed while the graph of an autograd.Function that it went into is alive; clone() "
+            "it first, or drop the function's result"
         ) from error
+
+
+def forget_node(tensor: DTensor) -> None:
+    """Make a wrapper a leaf for C++, with the history that its local tensor has."""
+    if tensor._pending is not None and wrapper_grad_fn(tensor) is not None:
+        renew_wrapper(tensor, tensor._spec, tensor._local.device, tensor._local.requires_grad)
+        tensor._pending = None
 
 
 def settle(tensor: DTensor) -> None:
@@ -136,8 +143,7 @@ def before_write(tensor: DTensor) -> None:
     if tensor._pending is not None and wrapper_grad_fn(tensor) is not None:
         # A later autograd.Function must not find the node from before the write.
         settle(tensor)
-        renew_wrapper(tensor, tensor._spec, tensor._local.device)
-        tensor._pending = None
+        forget_node(tensor)
     if wrapper_requires_grad(tensor):
         Marks.now = _Mark(Marks.now.writes + 1)
         tensor._written_at = Marks.now.writes
@@ -153,12 +159,12 @@ def _roots(tensors: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[An
     given = [None] * len(tensors) if grads is None else list(grads)
     roots, seeds = [], []
     for tensor, grad in zip(tensors, given, strict=True):
-        roots.append(_with_history(tensor) if isinstance(tensor, DTensor) else tensor)
+        roots.append(with_history(tensor) if isinstance(tensor, DTensor) else tensor)
         seeds.append(_seed(tensor, grad) if isinstance(tensor, DTensor) else grad)
     return roots, seeds
 
 
-def _with_history(tensor: DTensor) -> torch.Tensor:
+def with_history(tensor: DTensor) -> torch.Tensor:
     """The local tensor, joined to the local graph even when gradients are off, as they are inside a backward."""
     with torch.enable_grad():
         return tensor._resolve()
@@ -205,7 +211,7 @@ def backward(
     roots, seeds = _roots(_as_tuple(tensors), None if grad_tensors is None else _as_tuple(grad_tensors))
     wanted = None
     if inputs is not None:
-        wanted = [_with_history(t) if isinstance(t, DTensor) else t for t in _as_tuple(inputs)]
+        wanted = [with_history(t) if isinstance(t, DTensor) else t for t in _as_tuple(inputs)]
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=wanted)
 
 
@@ -227,9 +233,15 @@ def grad(
         raise NotImplementedError("autograd.grad of DTensors has no is_grads_batched; call it once per gradient")
     sources = _as_tuple(inputs)
     roots, seeds = _roots(_as_tuple(outputs), None if grad_outputs is None else _as_tuple(grad_outputs))
-    locals_ = [_with_history(t) if isinstance(t, DTensor) else t for t in sources]
+    locals_ = [with_history(t) if isinstance(t, DTensor) else t for t in sources]
     results = torch.autograd.grad(
-        roots, locals_, seeds, retain_graph, create_graph, allow_unused=allow_unused, materialize_grads=materialize_grads
+        roots,
+        locals_,
+        seeds,
+        retain_graph,
+        create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
     )
     return tuple(
         wrap(g, gradient_spec(t._spec, g)) if isinstance(t, DTensor) and g is not None else g
@@ -258,10 +270,13 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
             return wrap(torch.zeros_like(tensor._local), tensor._spec)
     if func is _aten._to_copy.default and set(kwargs) == {"dtype"}:  # a gradient in another dtype than its tensor
         return dispatch(torch.Tensor.to, (tensor, kwargs["dtype"]), {})
-    if func is _aten.add.Tensor and len(args) == 2 and not kwargs and all(isinstance(a, DTensor) for a in args):  # gradients
+    if (
+        func is _aten.add.Tensor and len(args) == 2 and not kwargs and all(isinstance(a, DTensor) for a in args)
+    ):  # gradients
         with redistribute_policy("auto"):
             return dispatch(torch.add, args, {})
     raise RuntimeError(
-        f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. Call the operator through "
-        "torch (torch.*, Tensor methods, torch.ops.*), or pass to_local() if the code is meant for this rank's piece"
+        f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. Call the operator "
+        "through torch (torch.*, Tensor methods, torch.ops.*), or pass to_local() if the code is meant for this rank's "
+        "piece"
     )

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def _blocks(tensor: DTensor) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
-    """(global offsets, sizes, place in the local tensor) of every block that this rank holds; a packed shard has several."""
+    """(global offsets, sizes, place in the local tensor) of every block that this rank holds.
+
+    A packed shard has several blocks.
+    """
     layout = tensor.layout
     if layout.is_partial():
         raise ValueError(f"a pending reduction cannot be saved: {layout}. Call .reduce_partial() first")

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -103,8 +103,28 @@ class CommTrace:
         return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[5]]) for r in rows)
 
 
-_active: list[CommTrace] = []
-_context: tuple[str, str, str] | None = None  # change, where, phase of the redistribution that is running
+_active: Any = []  # of CommTrace
+
+
+class _Running:
+    """The redistribution that is running: change, where, phase."""
+
+    context: tuple[str, str, str] | None = None
+
+
+_running: Any = _Running()
+
+
+@contextlib.contextmanager
+def per_thread(active: Any, running: Any) -> Iterator[None]:
+    """Inside, use these in the place of the process's own: for ranks that are threads."""
+    global _active, _running
+    outer = _active, _running
+    _active, _running = active, running
+    try:
+        yield
+    finally:
+        _active, _running = outer
 
 
 def is_tracing() -> bool:
@@ -127,19 +147,19 @@ def user_line() -> str:
 @contextlib.contextmanager
 def described(change: str, where: str | None = None, phase: str = "forward") -> Iterator[None]:
     """Say what the collectives inside are for."""
-    global _context
-    outer, _context = _context, (change, where or user_line(), phase)
+    outer = getattr(_running, "context", None)
+    _running.context = (change, where or user_line(), phase)
     for trace in _active:
-        trace.changes.append(LayoutChange(*_context))
+        trace.changes.append(LayoutChange(*_running.context))
     try:
         yield
     finally:
-        _context = outer
+        _running.context = outer
 
 
 def record(op: str, tensor: torch.Tensor, group: AxisGroup) -> None:
     """Note one collective; called by :mod:`hyper_parallel.comm` only while tracing."""
-    change, where, phase = _context or ("", user_line(), "forward")
+    change, where, phase = getattr(_running, "context", None) or ("", user_line(), "forward")
     if torch._C._current_graph_task_id() >= 0:  # the autograd engine runs: an operator's own backward
         phase = "backward"
     event = CommEvent(op, tensor.numel() * tensor.element_size(), group.axes, group.size, change, where, phase)

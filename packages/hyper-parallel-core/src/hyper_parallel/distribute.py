@@ -50,7 +50,9 @@ def distribute_tensor(
             return tensor
         raise ValueError(f"distribute_tensor: the tensor is a DTensor with {tensor.layout} already; use redistribute()")
     if not tensor.is_leaf:
-        raise ValueError("distribute_tensor takes a leaf tensor; detach() it, or use DTensor.from_local to keep history")
+        raise ValueError(
+            "distribute_tensor takes a leaf tensor; detach() it, or use DTensor.from_local to keep history"
+        )
     data = tensor.detach()
     spec = make_spec(layout, data.shape, contiguous_stride(data.shape), data.dtype)
     if data.device.type not in ("meta", layout.info.device_type):
@@ -155,10 +157,14 @@ def distribute_module(
         ValueError: ``input_fn`` or ``output_fn`` takes another number of arguments.
     """
     if getattr(module, _DISTRIBUTED, False):
-        raise RuntimeError("distribute_module: this module was distributed before; build it anew or redistribute its parameters")
+        raise RuntimeError(
+            "distribute_module: this module was distributed before; build it anew or redistribute its parameters"
+        )
     for name, fn in (("input_fn", input_fn), ("output_fn", output_fn)):
         if fn is not None and not _takes_three(fn):
-            raise ValueError(f"distribute_module: {name} takes (module, values, device_mesh), got {inspect.signature(fn)}")
+            raise ValueError(
+                f"distribute_module: {name} takes (module, values, device_mesh), got {inspect.signature(fn)}"
+            )
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)
@@ -179,7 +185,9 @@ def _takes_three(fn: Callable[..., Any]) -> bool:
     return True
 
 
-def replicate_rest(module: nn.Module, device_mesh: DeviceMesh, *, src_data_rank: int | None = 0, buffers: bool = True) -> None:
+def replicate_rest(
+    module: nn.Module, device_mesh: DeviceMesh, *, src_data_rank: int | None = 0, buffers: bool = True
+) -> None:
     """Make every parameter (and buffer) that is still plain a Replicate DTensor; tied ones stay tied."""
     placements = [Replicate()] * device_mesh.ndim
     done: dict[int, nn.Parameter] = {}
@@ -194,7 +202,9 @@ def replicate_rest(module: nn.Module, device_mesh: DeviceMesh, *, src_data_rank:
             submodule._parameters[name] = done[id(parameter)]
         for name, buffer in list(submodule._buffers.items()) if buffers else ():
             if buffer is not None and not isinstance(buffer, DTensor):
-                submodule._buffers[name] = distribute_tensor(buffer, device_mesh, placements, src_data_rank=src_data_rank)
+                submodule._buffers[name] = distribute_tensor(
+                    buffer, device_mesh, placements, src_data_rank=src_data_rank
+                )
 
 
 def as_parameter(tensor: DTensor, like: nn.Parameter) -> nn.Parameter:

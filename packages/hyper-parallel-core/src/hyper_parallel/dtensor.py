@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
 from hyper_parallel import autograd_bridge, comm
 from hyper_parallel.autograd_bridge import Marks
@@ -357,17 +359,18 @@ class DTensor(torch.Tensor):
     def detach_(self) -> DTensor:
         """Drop the history in place."""
         self._resolve().detach_()
+        autograd_bridge.forget_node(self)
         autograd_bridge.set_wrapper_requires_grad(self, False)
         return self
 
     def retain_grad(self) -> None:
         """Keep ``.grad`` of a non-leaf."""
-        self._resolve().retain_grad()
+        autograd_bridge.with_history(self).retain_grad()
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
         """Whether a non-leaf keeps its ``.grad``."""
-        return self._resolve().retains_grad
+        return autograd_bridge.with_history(self).retains_grad
 
     def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
         """Call ``hook`` with the gradient as a DTensor (Partial on varying axes); it may return another."""
@@ -382,7 +385,7 @@ class DTensor(torch.Tensor):
                 raise TypeError(f"a hook of a DTensor returns a DTensor or None, got {type(result).__name__}")
             return convert(result, target_spec(result._spec, wanted.layout, wanted.varying)).to_local()
 
-        return self._resolve().register_hook(local_hook)
+        return autograd_bridge.with_history(self).register_hook(local_hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[DTensor], None]) -> Any:
         """Call ``hook`` with this parameter after its gradient was accumulated."""
@@ -410,7 +413,7 @@ class DTensor(torch.Tensor):
         local.data = value._resolve().data
         self._memo = self._origin = None
         if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
-            autograd_bridge.renew_wrapper(self, spec, local.device)
+            autograd_bridge.renew_wrapper(self, spec, local.device, self.requires_grad)
         self._spec = spec
 
     def _resolve(self) -> torch.Tensor:
@@ -635,6 +638,10 @@ def _rebuild_dtensor(
 
 # What a saved DTensor consists of, for torch.load(weights_only=True).
 torch.serialization.add_safe_globals([_rebuild_dtensor, _rebuild_layout, Layout, PackedShard])
+
+# For these types optimizers and gradient clipping choose their foreach form by default, on devices where it is faster.
+_types_of_optimizers.append(DTensor)
+_types_of_clipping.append(DTensor)
 
 
 # The dispatcher needs DTensor, so it is imported when the first operator is called.

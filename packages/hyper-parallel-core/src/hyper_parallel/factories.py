@@ -125,7 +125,9 @@ def _sliced(whole: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor
     return _finish(local, layout, shape, requires_grad)
 
 
-def _random(make: Callable[..., torch.Tensor], size: tuple[Any, ...], dtype: Any, grad: bool, mesh: Where, where: Any) -> DTensor:
+def _random(
+    make: Callable[..., torch.Tensor], size: tuple[Any, ...], dtype: Any, grad: bool, mesh: Where, where: Any
+) -> DTensor:
     from hyper_parallel.random import check_generators
 
     shape = _sizes(size)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import autograd_bridge
+from hyper_parallel.arguments import local_arguments
 from hyper_parallel.dtensor import DTensor
 
 
@@ -19,7 +20,7 @@ def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 _METADATA_NAMES = (
     "is_floating_point is_complex is_contiguous is_signed is_pinned is_shared is_inference is_conj is_neg is_coalesced "
-    "element_size storage_offset get_device numel nelement ndimension dense_dim sparse_dim is_set_to is_same_size "
+    "element_size storage_offset get_device numel nelement ndimension dense_dim sparse_dim "
     "has_names _is_view is_distributed __dir__ result_type"
 ).split()
 _METADATA_PROPERTIES = (
@@ -29,7 +30,9 @@ _METADATA_PROPERTIES = (
 
 
 def _metadata_functions() -> set[Any]:
-    found = {getattr(owner, name) for name in _METADATA_NAMES for owner in (torch, torch.Tensor) if hasattr(owner, name)}
+    found = {
+        getattr(owner, name) for name in _METADATA_NAMES for owner in (torch, torch.Tensor) if hasattr(owner, name)
+    }
     for name in _METADATA_PROPERTIES:
         descriptor = getattr(torch.Tensor, name, None)
         if hasattr(descriptor, "__get__"):
@@ -47,6 +50,10 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _Tensor._backward_hooks.__get__: lambda func, args, kwargs: None,
     _Tensor._backward_hooks.__set__: _on_wrapper,
     torch.Tensor.type: lambda func, args, kwargs: _type(*args, **kwargs),
+    torch.is_same_size: lambda func, args, kwargs: args[0].shape == args[1].shape,
+    torch.Tensor.is_same_size: lambda func, args, kwargs: args[0].shape == args[1].shape,
+    # Module.to() asks whether a parameter's .data may be set to the converted one.
+    torch._has_compatible_shallow_copy_type: lambda func, args, kwargs: func(*local_arguments(args, kwargs)[0]),
 }
 
 

@@ -95,7 +95,7 @@ def embedded(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], fill: 
     For draws that read a tensor (``bernoulli(p)``): each element's number depends on its own parameter only, so the
     others' may be anything.
     """
-    from hyper_parallel.transition import put
+    from hyper_parallel.steps import put
 
     if tuple(local.shape) == shape:
         return local.detach()

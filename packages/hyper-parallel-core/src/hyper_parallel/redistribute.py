@@ -18,7 +18,8 @@ from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
 from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
-from hyper_parallel.transition import Cast, Pending, plan_transition
+from hyper_parallel.steps import Cast, Pending
+from hyper_parallel.transition import plan_transition
 
 Typed = tuple[Layout, frozenset[int]]
 

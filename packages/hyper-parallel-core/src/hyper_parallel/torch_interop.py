@@ -33,7 +33,9 @@ def to_torch(tensor: DTensor) -> Any:
     layout = tensor.layout
     packed = any(isinstance(p, PackedShard) for p in layout.placements)
     if packed or any(list(axes) != sorted(axes) for axes in layout.shard_order):
-        raise ValueError(f"PyTorch's DTensor cannot describe {layout}; redistribute() to plain shards in mesh order first")
+        raise ValueError(
+            f"PyTorch's DTensor cannot describe {layout}; redistribute() to plain shards in mesh order first"
+        )
     return TorchDTensor.from_local(
         tensor.to_local(),
         layout.mesh,

@@ -1,4 +1,4 @@
-"""From one layout to another, on local tensors: the planner that picks the collectives, and the steps that run them.
+"""From one layout to another, on local tensors: the planner that picks the collectives.
 
 The plan uses the fewest bytes and merges what it can. In order: slices (free), reduce-scatters, zero padding (free),
 one all-reduce per reduce op over all remaining pending axes together, then *one* all-gather or, when shards change
@@ -8,305 +8,31 @@ dimension or order, *one* all-to-all that sends exactly the blocks that move. Me
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from hyper_parallel import comm
 from hyper_parallel.boxes import Box, Intervals, box, dim_intervals, length, split_intervals
 from hyper_parallel.layout import Layout
 from hyper_parallel.mesh import AxisGroup
 from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_shard
-from hyper_parallel.wire import norm_order, wire
-
-Segments = tuple[tuple[int, int], ...]  # (start, length) in local indices, one tuple per tensor dim
-
-
-class Pending(Protocol):
-    """A collective in flight; :meth:`wait` completes ``out`` in place."""
-
-    out: torch.Tensor
-
-    def wait(self) -> None: ...
-
-
-class _Work:
-    def __init__(self, out: torch.Tensor, work: Any, finish: Any = None) -> None:
-        self.out, self._work, self._finish = out, work, finish
-
-    def wait(self) -> None:
-        with torch.no_grad():  # gloo's wait copies into the result, which by now may have history
-            self._work.wait()
-            if self._finish is not None:
-                self._finish()
-
-
-class Cast:
-    """A pending result in another dtype than that on the wire."""
-
-    def __init__(self, inner: Pending, dtype: torch.dtype) -> None:
-        self._inner, self.out = inner, torch.empty_like(inner.out, dtype=dtype)
-
-    def wait(self) -> None:
-        self._inner.wait()
-        with torch.no_grad():
-            self.out.copy_(self._inner.out)
-
-
-class Step:
-    """One step of a plan.
-
-    ``collective`` is the same on all ranks. ``cost``, the elements that this rank sends and receives, is not: no decision
-    may rest on it.
-    """
-
-    collective: bool = False
-    cost: int = 0
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Do the step."""
-        started = self.start(x)
-        started.wait()
-        return started.out
-
-    def start(self, x: torch.Tensor) -> Pending:
-        """Begin the step's collective."""
-        raise AssertionError(f"{type(self).__name__} has no collective")
-
-
-class Slice(Step):
-    """Replicate to Shard: keep this rank's part of one dim; no communication."""
-
-    def __init__(self, dim: int, segments: tuple[tuple[int, int], ...]) -> None:
-        self.dim, self.segments = dim, segments
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [x.narrow(self.dim, start, size) for start, size in self.segments]
-        if len(parts) == 1:
-            # A copy, so that the shard does not keep the whole tensor alive.
-            return parts[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(parts, self.dim) if parts else x.narrow(self.dim, 0, 0).clone()
-
-
-class ZeroPad(Step):
-    """Shard to Partial: the slice in its place, zeros elsewhere; no communication."""
-
-    def __init__(self, dim: int, size: int, segments: tuple[tuple[int, int], ...]) -> None:
-        self.dim, self.size, self.segments = dim, size, segments
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        shape = list(x.shape)
-        shape[self.dim] = self.size
-        out = x.new_zeros(shape)
-        offset = 0
-        for start, size in self.segments:
-            out.narrow(self.dim, start, size).copy_(x.narrow(self.dim, offset, size))
-            offset += size
-        return out
-
-
-class KeepFirst(Step):
-    """Replicate to Partial: the value on the first rank of each axis, the neutral element elsewhere."""
-
-    def __init__(self, first: bool, neutral: int) -> None:
-        self.first, self.neutral = first, neutral
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clone() if self.first else torch.full_like(x, self.neutral)
-
-
-class AllReduce(Step):
-    """Partial to Replicate over one or several axes together."""
-
-    collective = True
-
-    def __init__(self, group: AxisGroup, op: str, numel: int) -> None:
-        self.group, self.op, self.cost = group, op, 2 * numel
-
-    def start(self, x: torch.Tensor) -> Pending:
-        form = wire(self.op, x.dtype)
-        if form.encode is None or form.decode is None:
-            out = x.clone(memory_format=torch.contiguous_format)
-            return _Work(out, comm.all_reduce(out, self.group, form.op, async_op=True))
-        sent, decode = form.encode(x).contiguous(), form.decode
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        work = comm.all_reduce(sent, self.group, form.op, async_op=True)
-        return _Work(out, work, lambda: out.copy_(decode(sent)))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        form = wire(self.op, x.dtype)
-        if form.encode is None or form.decode is None:
-            out = x.clone(memory_format=torch.contiguous_format)
-            comm.all_reduce(out, self.group, form.op)
-            return out
-        sent = form.encode(x).contiguous()
-        comm.all_reduce(sent, self.group, form.op)
-        return form.decode(sent)
-
-
-class ReduceScatter(Step):
-    """Partial to Shard: every rank keeps the sum of its own part of one dim."""
-
-    collective = True
-
-    def __init__(self, group: AxisGroup, op: str, dim: int, parts: list[tuple[tuple[int, int], ...]], numel: int) -> None:
-        self.group, self.op, self.dim, self.parts, self.cost = group, op, dim, parts, numel
-        self.sizes = [length_of(p) for p in parts]
-        self.widest = max(self.sizes)
-        ordered = [(sum(self.sizes[:i]), n) for i, n in enumerate(self.sizes)]
-        self.even = len(set(self.sizes)) == 1 and all(p == (want,) for p, want in zip(parts, ordered, strict=True))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        form = wire(self.op, x.dtype)
-        if form.encode is not None:
-            x = form.encode(x)
-        out = self._buffer(x)
-        comm.reduce_scatter(out, self._stacked(x), self.group, form.op)
-        out = self._trimmed(out)
-        return out if form.decode is None else form.decode(out)
-
-    def start(self, x: torch.Tensor) -> Pending:
-        form = wire(self.op, x.dtype)
-        sent = x if form.encode is None else form.encode(x)
-        buffer = self._buffer(sent)
-        work = comm.reduce_scatter(buffer, self._stacked(sent), self.group, form.op, async_op=True)
-        decode = form.decode
-        if decode is None and self._is_widest():
-            return _Work(buffer, work)
-        out = x.new_empty(self._trimmed(buffer).shape)
-        return _Work(out, work, lambda: out.copy_(self._trimmed(buffer) if decode is None else decode(self._trimmed(buffer))))
-
-    def _buffer(self, x: torch.Tensor) -> torch.Tensor:
-        shape = list(x.shape)
-        shape[self.dim] = self.widest
-        return x.new_empty(shape)
-
-    def _stacked(self, x: torch.Tensor) -> torch.Tensor:
-        """The members' parts one after the other along dim 0, which is what the collective reads."""
-        if self.even:
-            return x.contiguous() if self.dim == 0 else torch.cat(x.chunk(self.group.size, self.dim))
-        shape = list(x.shape)
-        shape[self.dim] = self.widest
-        stacked = x.new_zeros([self.group.size, *shape])
-        for slot, part in zip(stacked, self.parts, strict=True):
-            offset = 0
-            for start, count in part:
-                slot.narrow(self.dim, offset, count).copy_(x.narrow(self.dim, start, count))
-                offset += count
-        return stacked.flatten(0, 1)
-
-    def _is_widest(self) -> bool:
-        return self.sizes[self.group.rank] == self.widest
-
-    def _trimmed(self, out: torch.Tensor) -> torch.Tensor:
-        return out if self._is_widest() else out.narrow(self.dim, 0, self.sizes[self.group.rank]).contiguous()
-
-
-class AllGather(Step):
-    """Shard to Replicate over one or several axes and dims together: every rank gets the others' blocks."""
-
-    collective = True
-
-    def __init__(self, group: AxisGroup, shape: tuple[int, ...], blocks: list[tuple[Segments, ...]]) -> None:
-        self.group, self.shape, self.blocks, self.cost = group, shape, blocks, math.prod(shape)
-        self.block_shapes = [tuple(length_of(s) for s in block) for block in blocks]
-        self.widest = tuple(max(sizes) for sizes in zip(*self.block_shapes, strict=True))
-        self.even = all(s == self.widest for s in self.block_shapes)
-        split = [d for d, size in enumerate(shape) if any(b[d] != ((0, size),) for b in blocks)]
-        ordered = self.even and len(split) == 1 and all(
-            block[split[0]] == ((i * self.widest[split[0]], self.widest[split[0]]),) for i, block in enumerate(blocks)
-        )
-        self.cat_dim = split[0] if ordered else None
-        # The members' blocks one after the other along dim 0, which is what the collective writes.
-        self.stacked_shape = (group.size * self.widest[0], *self.widest[1:])
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        stacked = x.new_empty(self.stacked_shape)
-        comm.all_gather(stacked, self._padded(x), self.group)
-        return self._assembled(stacked, None)
-
-    def start(self, x: torch.Tensor) -> Pending:
-        stacked = x.new_empty(self.stacked_shape)
-        work = comm.all_gather(stacked, self._padded(x), self.group, async_op=True)
-        if self.cat_dim == 0:
-            return _Work(stacked, work)
-        out = x.new_empty(self.shape)
-        return _Work(out, work, lambda: self._assembled(stacked, out))
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        if self.even:
-            return x.contiguous()
-        padded = x.new_zeros(self.widest)
-        padded[tuple(slice(0, n) for n in x.shape)] = x
-        return padded
-
-    def _assembled(self, stacked: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if self.cat_dim == 0:
-            return stacked
-        pieces = stacked.chunk(self.group.size)
-        if self.cat_dim is not None:
-            return torch.cat(pieces, self.cat_dim, out=out)
-        out = stacked.new_empty(self.shape) if out is None else out
-        for piece, block, sizes in zip(pieces, self.blocks, self.block_shapes, strict=True):
-            put(out, block, piece[tuple(slice(0, n) for n in sizes)])
-        return out
-
-
-class Exchange(Step):
-    """Any shards to any other shards: one all-to-all with exactly the blocks that change rank."""
-
-    collective = True
-
-    def __init__(self, group: AxisGroup, shape: tuple[int, ...], sends: list[Any], receives: list[Any]) -> None:
-        self.group, self.shape, self.sends, self.receives = group, shape, sends, receives
-        self.in_splits = [0 if s is None else math.prod(length_of(d) for d in s) for s in sends]
-        self.out_splits = [0 if r is None else math.prod(length_of(d) for d in r[1]) for r in receives]
-        me = group.rank
-        self.cost = sum(self.out_splits) - self.out_splits[me]
-
-    def start(self, x: torch.Tensor) -> Pending:
-        parts = [take(x, s).reshape(-1) for s in self.sends if s is not None]
-        packed = torch.cat(parts) if parts else x.new_empty(0)
-        buffer = x.new_empty(sum(self.out_splits))
-        out = x.new_empty(self.shape)
-        work = comm.all_to_all(buffer, packed, self.out_splits, self.in_splits, self.group, async_op=True)
-        return _Work(out, work, lambda: self._assemble(out, buffer))
-
-    def _assemble(self, out: torch.Tensor, buffer: torch.Tensor) -> None:
-        for receive, part in zip(self.receives, buffer.split(self.out_splits), strict=True):
-            if receive is not None:
-                put(out, receive[1], part.view([length_of(d) for d in receive[1]]))
-
-
-# -- blocks -------------------------------------------------------------------------------------------------------
-
-
-def length_of(segments: tuple[tuple[int, int], ...]) -> int:
-    """Number of indices in a list of (start, length) segments."""
-    return sum(size for _, size in segments)
-
-
-def take(x: torch.Tensor, block: tuple[Segments, ...]) -> torch.Tensor:
-    """The sub-tensor at the product of per-dim segments."""
-    for dim, segments in enumerate(block):
-        parts = [x.narrow(dim, start, size) for start, size in segments]
-        x = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return x
-
-
-def put(out: torch.Tensor, block: tuple[Segments, ...], piece: torch.Tensor) -> None:
-    """Write ``piece`` at the product of per-dim segments of ``out``."""
-    offsets = [list(itertools.accumulate((s for _, s in segments), initial=0)) for segments in block]
-    for choice in itertools.product(*(range(len(segments)) for segments in block)):
-        target, source = out, piece
-        for dim, index in enumerate(choice):
-            start, size = block[dim][index]
-            target = target.narrow(dim, start, size)
-            source = source.narrow(dim, offsets[dim][index], size)
-        target.copy_(source)
+from hyper_parallel.steps import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    KeepFirst,
+    Pending,
+    ReduceScatter,
+    Segments,
+    Slice,
+    Step,
+    ZeroPad,
+)
+from hyper_parallel.wire import norm_order
+
+__all__ = ["Plan", "plan_transition"]
 
 
 def _overlap(held: Intervals, wanted: Intervals) -> list[tuple[int, int, int]]:
@@ -344,7 +70,6 @@ class Plan:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
-        self.cost = sum(step.cost for step in steps)
         self.communicates = any(step.collective for step in steps)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -398,9 +123,6 @@ class _Builder:
         self._keep_first()
         assert self.current is self.target, (self.current, self.target)
 
-    def _local_numel(self) -> int:
-        return math.prod(length(i) if self.shape[d] else 0 for d, i in enumerate(box(self.current, self.shape, self.here)))
-
     def _dim_length(self, dim: int) -> int:
         return length(dim_intervals(self.current, self.shape, dim, self.here))
 
@@ -437,7 +159,7 @@ class _Builder:
             self._pieces(dim, [(w, self.info.shape[a], c[a]) for w, a in zip(wants, nested, strict=True)])
             for c in group.coordinates
         ]
-        self.steps.append(ReduceScatter(group, kind.reduce_op, dim, parts, self._local_numel()))
+        self.steps.append(ReduceScatter(group, kind.reduce_op, dim, parts))
         self.current = self.current.with_placements(dict(zip(nested, wants, strict=True)))
 
     def _zero_pad(self) -> None:
@@ -458,7 +180,7 @@ class _Builder:
             if is_partial(placement) and placement != self.target.placements[axis]:
                 pending.setdefault(placement.reduce_op, []).append(axis)
         for op, axes in pending.items():
-            self.steps.append(AllReduce(self.info.group(tuple(axes)), op, self._local_numel()))
+            self.steps.append(AllReduce(self.info.group(tuple(axes)), op))
             self.current = self.current.with_placements({a: Replicate() for a in axes})
         if pending:
             self._slice(stop_at_partial=True)

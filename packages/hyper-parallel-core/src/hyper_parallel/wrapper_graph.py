@@ -1,11 +1,11 @@
 """The C++ autograd graph between wrappers, as a part of the graph of local tensors.
 
-``autograd.Function.apply`` on DTensors makes C++ nodes between *wrappers*, which the local graph knows nothing of (module
-backward hooks and reentrant checkpoint are such functions). When a wrapper that came out of such a node is first used,
-every node that it depends on gets a stand-in in the local graph, whose backward has the engine run that one node. A node
-has one stand-in however many tensors need it, so it runs, and its hooks are called, once per backward pass with the
-complete gradient, as on one device. Between stand-ins gradients travel as DTensors; at the leaves, the wrappers that
-went into the functions, they are converted to the type of the local tensor's gradient.
+``autograd.Function.apply`` on DTensors makes C++ nodes between *wrappers*, which the local graph knows nothing of
+(module backward hooks and reentrant checkpoint are such functions). When a wrapper that came out of such a node is
+first used, every node that it depends on gets a stand-in in the local graph, whose backward has the engine run that one
+node. A node has one stand-in however many tensors need it, so it runs, and its hooks are called, once per backward pass
+with the complete gradient, as on one device. Between stand-ins gradients travel as DTensors; at the leaves, which are
+the wrappers that went into the functions, they are converted to the type of the local tensor's gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 
 
 class _StandIn:
-    """The outputs of a node's stand-in. Whoever's gradient passes the node holds this, and the node only a weak reference."""
+    """The outputs of a node's stand-in, held by whatever needs the node's gradient, and by the node only weakly."""
 
     __slots__ = ("__weakref__", "outputs")
 
@@ -86,12 +86,15 @@ class _Node(torch.autograd.Function):
     """One node of the wrapper graph: DTensor gradients of its outputs to those of what it was made from."""
 
     @staticmethod
-    def forward(ctx: Any, node: Any, edges: list[Any], below: list[_StandIn], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, node: Any, edges: list[Any], below: list[_StandIn], *sources: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.node, ctx.edges, ctx.below = node, edges, below
         ctx.set_materialize_grads(False)
         # Of the shapes that the gradients will have; nobody reads the values.
         return tuple(
-            torch.empty_strided(m.shape, [0] * len(m.shape), dtype=m.dtype, device=m.device) for m in node._input_metadata
+            torch.empty_strided(m.shape, [0] * len(m.shape), dtype=m.dtype, device=m.device)
+            for m in node._input_metadata
         )
 
     @staticmethod
@@ -121,7 +124,8 @@ class _Node(torch.autograd.Function):
 def _materialized(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     """Zeros in the place of missing gradients. PyTorch does this too, but its zeros are plain tensors.
 
-    Scalars are left to PyTorch: plain numbers work with DTensors, and an output without gradient looks like a scalar here.
+    Scalars are left to PyTorch: plain numbers work with DTensors, and an output that is not differentiable looks like
+    a scalar here.
     """
     from hyper_parallel.dtensor import DTensor
 
@@ -129,7 +133,9 @@ def _materialized(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(like, DTensor):
         return grads
     return tuple(
-        grad if grad is not None or not meta.shape else _replica(torch.zeros((), dtype=meta.dtype, device=meta.device), meta, like)
+        grad
+        if grad is not None or not meta.shape
+        else _replica(torch.zeros((), dtype=meta.dtype, device=meta.device), meta, like)
         for grad, meta in zip(grads, node._input_metadata, strict=True)
     )
 
@@ -144,8 +150,8 @@ def _replica(value: torch.Tensor, meta: Any, like: Any) -> Any:
 
 
 def _run_checkpoint(node: Any, edges: list[Any], grads: tuple[Any, ...]) -> list[Any]:
-    """Reentrant checkpoint refuses to run when the engine was asked for the gradients of certain tensors, as a run of one
-    node is; so its backward is called without the engine."""
+    """Reentrant checkpoint refuses to run when the engine was asked for the gradients of certain tensors, and running
+    one node is that; so its backward is called without the engine."""
     results = [g for g, needed in zip(node.apply(*grads), node.needs_input_grad, strict=True) if needed]
     found = dict.fromkeys(edges)
     for edge, grad in zip((e for e in node.next_functions if e[0] is not None), results, strict=True):
@@ -165,8 +171,9 @@ def _to_leaf(edge: Any, grad: Any) -> Any:
         grad = _replica(grad, leaf, leaf)
     if isinstance(leaf, DTensor) is not isinstance(grad, DTensor):
         raise TypeError(
-            f"the backward of an autograd.Function returned a {type(grad).__name__} as the gradient of a {type(leaf).__name__}; "
-            "compute it from the DTensors that backward gets, or make it one with distribute_tensor or DTensor.from_local"
+            f"the backward of an autograd.Function returned a {type(grad).__name__} as the gradient of a "
+            f"{type(leaf).__name__}; compute it from the DTensors that backward gets, or make it one with "
+            "distribute_tensor or DTensor.from_local"
         )
     if not isinstance(leaf, DTensor):
         return grad
@@ -214,8 +221,9 @@ def _make(node: Any, made: dict[Any, _StandIn], is_changed: Any) -> _StandIn:
         if isinstance(leaf, DTensor):
             if is_changed(leaf):
                 raise RuntimeError(
-                    f"{node.name()}: a DTensor was written in place after it went into the autograd.Function and before its "
-                    "result was used, so its gradient cannot be found any more. Use the result first, or clone() the input"
+                    f"{node.name()}: a DTensor was written in place after it went into the autograd.Function and "
+                    "before the result was used, so its gradient cannot be found any more. Use the result first, or "
+                    "clone() the input"
                 )
             leaf = leaf._resolve()
         sources.append(leaf)

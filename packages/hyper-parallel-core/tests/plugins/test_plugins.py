@@ -219,3 +219,33 @@ def test_platforms(make_plugin):
     manager.register(make_plugin(source.format("other")), "b")
     with pytest.raises(PluginError, match="described differently"):
         manager.platform("acme")
+
+
+def test_faults_of_every_kind_do_not_break_an_unrelated_program(site):
+    rule = "{distributed_op_module: hyper_parallel.families.elementwise, distributed_op_class: Elementwise}"
+    site.install("good", ops=f"sinc: {rule}\n")
+    site.install("bad", "raise OSError('no licence')")
+    site.install("old", api=2)
+    site.install("misspelt", "@hookimpl\ndef hyper_parallel_op_table(): return []")
+    site.install("arguments", "@hookimpl\ndef hyper_parallel_register_ops(registry, mesh): pass")
+    site.install("indentation", ops="sinc:\n distributed_op_class: A\n   distributed_op_module: b\n")
+    site.install("duplicate", ops=f"sinc: {rule}\nsinc: {rule}\n")
+    site.install("unusable", ops="i0e: {distributed_op_module: gone, distributed_op_class: A}\n")
+    site.install("one", ops=f"i0: {rule}\n")
+    site.install("two", ops="i0: {distributed_op_module: gone, distributed_op_class: A}\n")
+    code = """
+        import torch
+        from hyper_parallel import OpConflictError, Shard, PluginError, distribute_tensor
+        from hyper_parallel.analysis.fake_world import fake_mesh, fake_world
+        with fake_world(2):
+            x = distribute_tensor(torch.ones(4, 2), fake_mesh({"tp": 2}), [Shard(1)])
+            print(x.sinc().placements)
+            for name in ("i0", "i0e"):
+                try:
+                    getattr(torch.special, name)(x)
+                except PluginError as error:
+                    print(name, type(error).__name__)
+    """
+    done = site.python(code)
+    assert done.stdout.splitlines() == ["(Shard(dim=1),)", "i0 OpConflictError", "i0e PluginError"]
+    assert done.stderr.count("RuntimeWarning: hyper-parallel plugin") == 6

@@ -46,7 +46,7 @@ class FillRandomly(FunctionOp):
 
         part = draw(spec.layout, tuple(spec.shape), make, kwargs.get("generator"))
         # The functions of nn.init are not recorded by autograd, so that they may overwrite parameters.
-        with torch.no_grad() if func.__module__ == "torch.nn.init" else nullcontext():
+        with torch.no_grad() if getattr(func, "__module__", None) == "torch.nn.init" else nullcontext():
             local.copy_(part)
         return target
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hyper_parallel.boxes import box
 from hyper_parallel.dtensor import DTensor, wrap
@@ -25,10 +25,15 @@ def mesh_names(shape: Sequence[int]) -> tuple[str, ...]:
     return ("pp", "dp", "tp")[-len(shape) :]
 
 
-@cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh of this shape over all ranks, named as in ``mesh_names``; made once per process, as groups are costly."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=mesh_names(shape))
+    """A mesh of this shape over all ranks, named as in ``mesh_names``; made once per rank, as groups are costly."""
+    key = (dist.group.WORLD, shape)  # ranks that are threads have a world each
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh("cpu", shape, mesh_dim_names=mesh_names(shape))
+    return _meshes[key]
+
+
+_meshes: dict[tuple[Any, tuple[int, ...]], DeviceMesh] = {}
 
 
 def make(

@@ -9,7 +9,8 @@ Two ways to use it::
     def test_all_reduce():
         ...
 
-The ranks stay alive for the whole run, one pool per number of ranks.
+The ranks are processes that stay alive for the whole run, one pool per number of ranks. With ``--ranks-backend=threads``
+they are threads of the test's own process: nothing to start, and a debugger works (:mod:`hyper_parallel.testing.thread_ranks`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ DEFAULT_TIMEOUT = 120.0
 """Seconds a test on ranks may take."""
 
 _POOLS: pytest.StashKey[PoolSet] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--ranks-backend``."""
+    parser.getgroup("hyper_parallel").addoption(
+        "--ranks-backend",
+        choices=("processes", "threads"),
+        default="processes",
+        help="what the ranks of a test are: gloo processes (default), or threads of this process, for the inner loop",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,6 +114,13 @@ def _call(
     from hyper_parallel.testing.failures import RanksSkipped
     from hyper_parallel.testing.pool_set import PoolSet
 
+    if config.getoption("--ranks-backend") == "threads":
+        from hyper_parallel.testing.thread_ranks import run_on_threads
+
+        try:
+            return run_on_threads(n, fn, args, kwargs, timeout=timeout)
+        except RanksSkipped as exc:
+            pytest.skip(str(exc))
     if _POOLS not in config.stash:
         config.stash[_POOLS] = PoolSet()
     try:

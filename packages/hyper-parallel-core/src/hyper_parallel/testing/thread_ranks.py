@@ -1,0 +1,201 @@
+"""Ranks as threads of one process: nothing to start, for the inner loop of somebody who writes an operator.
+
+    pytest --ranks-backend=threads
+
+A call on four ranks costs some milliseconds more than the work itself, and a debugger or ``print`` works in it. It stands on
+PyTorch's own ``multi_threaded_pg``, which is private: where a PyTorch release changed it, the error says so, and the
+processes remain. What is per process is shared here: the registry, torch's default generator and default dtype. Tests of
+those need processes, and so does the last run before a release.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import traceback
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel import comm_trace, dispatcher, mesh
+from hyper_parallel.testing import placing
+from hyper_parallel.testing.failures import RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
+
+__all__ = ["run_on_threads"]
+
+GRACE = 2.0
+"""Seconds that the other ranks get to end after one has failed."""
+
+
+class _PerThread(threading.local):
+    """A value for each thread, made when a thread first asks for it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.value = make()
+
+
+class _ListPerThread:
+    """Looks like one list to its users, and is another one in each thread."""
+
+    def __init__(self) -> None:
+        self._own = _PerThread(list)
+
+    def __bool__(self) -> bool:
+        return bool(self._own.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own.value)
+
+    def append(self, item: Any) -> None:
+        self._own.value.append(item)
+
+    def remove(self, item: Any) -> None:
+        self._own.value.remove(item)
+
+
+class _DictPerThread:
+    """The same for a dict."""
+
+    def __init__(self) -> None:
+        self._own = _PerThread(dict)
+
+    def get(self, key: Any) -> Any:
+        return self._own.value.get(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own.value[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own.value[key] = value
+
+    def values(self) -> Any:
+        return self._own.value.values()
+
+    def clear(self) -> None:
+        self._own.value.clear()
+
+
+def run_on_threads(
+    n: int, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, timeout: float
+) -> list[Any]:
+    """What ``fn(*args, **kwargs)`` returns on each of ``n`` ranks; every rank gets its own copy of the arguments.
+
+    Args:
+        timeout: seconds until ranks that have not returned are given up.
+
+    Raises:
+        RanksFailed: a rank raised; the message has the traceback of each failing rank.
+        RanksTimedOut: (a RanksFailed) a rank did not return in time.
+        RanksSkipped: no rank failed, and at least one asked for a skip.
+        RuntimeError: there is a process group in this process already, or PyTorch's threaded one cannot be used.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group already; ranks as threads need one without")
+    ranks = [_Rank(number, n, fn, args, kwargs or {}) for number in range(n)]
+    with _threaded_world() as group:
+        store = dist.HashStore()
+        for rank in ranks:
+            rank.start(store, timeout, group.exception_handle)
+        deadline = time.monotonic() + timeout
+        for rank in ranks:
+            rank.thread.join(max(0.0, deadline - time.monotonic()))
+            if rank.failure is not None:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        late = [rank for rank in ranks if rank.thread.is_alive()]
+        if late:
+            group.exception_handle(TimeoutError())
+    return _judged(ranks, late, timeout)
+
+
+class _Rank:
+    """One rank: its thread, and how it ended."""
+
+    def __init__(self, number: int, world_size: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.number, self.world_size = number, world_size
+        self._fn, self._arguments = fn, copy.deepcopy((tuple(args), dict(kwargs)))
+        self.value: Any = None
+        self.failure: RankFailure | None = None
+        self.skip: str | None = None
+        self.is_cancelled = False
+
+    def start(self, store: Any, timeout: float, cancel_others: Callable[[BaseException], None]) -> None:
+        self.thread = threading.Thread(
+            target=self._run, args=(store, timeout, cancel_others), name=f"rank{self.number}", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self, store: Any, timeout: float, cancel_others: Callable[[BaseException], None]) -> None:
+        try:
+            dist.init_process_group(
+                "threaded", rank=self.number, world_size=self.world_size, store=store, timeout=timedelta(seconds=timeout)
+            )
+            args, kwargs = self._arguments
+            self.value = self._fn(*args, **kwargs)
+        except SystemExit:  # how a collective ends when another rank has failed
+            self.is_cancelled = True
+        except BaseException as error:  # pytest's outcomes too
+            if isinstance(error, unittest.SkipTest) or type(error).__name__ == "Skipped":
+                self.skip = str(error)
+            else:
+                name = type(error).__qualname__
+                module = type(error).__module__
+                text = "".join(traceback.format_exception(error))
+                self.failure = RankFailure(name if module == "builtins" else f"{module}.{name}", str(error), text)
+            cancel_others(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _judged(ranks: Sequence[_Rank], late: Sequence[_Rank], timeout: float) -> list[Any]:
+    failures = {rank.number: rank.failure for rank in ranks if rank.failure is not None}
+    cancelled = sum(rank.is_cancelled for rank in ranks)
+    if failures:
+        note = f"{cancelled} more were waiting in a collective and were stopped" if cancelled else ""
+        raise RanksFailed(len(ranks), failures, note)
+    if late:
+        finished = [rank.number for rank in ranks if rank not in late]
+        raise RanksTimedOut(len(ranks), timeout, {rank.number: "(a thread)" for rank in late}, finished)
+    skips = [rank.skip for rank in ranks if rank.skip is not None]
+    if skips:
+        raise RanksSkipped(skips[0])
+    return [rank.value for rank in ranks]
+
+
+@contextmanager
+def _threaded_world() -> Iterator[Any]:
+    """PyTorch's world, and the state of ours that ranks must not share, one per thread; gives the class of its groups."""
+    try:
+        from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+        isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+        group, install, uninstall = (
+            threaded.ProcessLocalGroup,
+            threaded._install_threaded_pg,
+            threaded._uninstall_threaded_pg,
+        )
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no threaded process group as this version of hyper_parallel knows it ({error}); "
+            "use --ranks-backend=processes"
+        ) from error
+    with ExitStack() as stack:
+        isolate(True)
+        stack.callback(isolate, False)
+        install()
+        stack.callback(uninstall)
+        group.reset()
+        stack.callback(group.reset)
+        stack.enter_context(comm_trace.per_thread(_ListPerThread(), threading.local()))
+        for per_world in (mesh._INFOS, placing._meshes):  # keep nothing of a world that is over
+            stack.callback(per_world.clear)
+        rules = dispatcher._rules
+        dispatcher._rules = _DictPerThread()  # type: ignore[assignment]
+        stack.callback(setattr, dispatcher, "_rules", rules)
+        yield group
