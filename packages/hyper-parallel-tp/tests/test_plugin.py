@@ -1,16 +1,7 @@
-"""The plugin is found and loaded, without importing torch."""
+"""The package as a plugin."""
 
-import subprocess
-import sys
-
-SCRIPT = """
-import sys
-from hyper_parallel.plugins import default_manager
-records = {record.name: record for record in default_manager().records()}
-assert records["tp"].status == "ok", records["tp"]
-assert "torch" not in sys.modules
-"""
+from hyper_parallel.testing import PluginContract
 
 
-def test_plugin_loads_without_torch():
-    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", SCRIPT], check=True, timeout=60)
+class TestPlugin(PluginContract):
+    plugin = "tp"

@@ -411,7 +411,7 @@ class DTensor(torch.Tensor):
             raise TypeError(f".data of a DTensor is set to a DTensor, got {type(value).__name__}; see distribute_tensor")
         local, spec = self._resolve(), value._spec
         local.data = value._resolve().data
-        self._memo = self._origin = None
+        self._memo = self._reduced = self._origin = None
         if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
             autograd_bridge.renew_wrapper(self, spec, local.device, self.requires_grad)
         self._spec = spec
@@ -538,21 +538,25 @@ def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
 
 def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None = None) -> DTensor:
     """As :func:`convert`, computed once per tensor while its data does not change."""
-    spec = target_spec(tensor._spec, layout, varying)
-    if spec is tensor._spec:
-        return tensor
+    local = tensor._resolve()
+    grad = torch.is_grad_enabled()
+    old = tensor._spec
+    key = (id(layout), varying, old, grad, local.requires_grad)
     memo = tensor._memo
     if memo is None:
         memo = tensor._memo = {}
-    local = tensor._resolve()
-    key = (spec, tensor._spec, torch.is_grad_enabled(), local.requires_grad)
     found = memo.get(key)
-    if found is not None and found[0] == local._version and found[2]._local._version == found[1]:
-        return found[2]
+    if found is not None:
+        version, own, result = found
+        if version == local._version and own == result._local._version:
+            return result  # type: ignore[no-any-return]
+    spec = target_spec(old, layout, varying)
+    if spec is old:
+        return tensor
     result = convert(tensor, spec)
     memo[key] = (local._version, result._local._version, result)
-    if tensor._spec.layout.is_partial() and not layout.is_partial() and layout.shard_order == tensor._spec.layout.shard_order:
-        tensor._reduced = (torch.is_grad_enabled(), *memo[key])
+    if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:
+        tensor._reduced = (grad, *memo[key])
     return result
 
 

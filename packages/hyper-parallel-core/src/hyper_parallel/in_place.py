@@ -56,7 +56,7 @@ def before_write(target: DTensor) -> None:
     """
     root = _root(target)
     if root._tracked is not None:  # a write through .data, which the version counter does not see
-        root._tracked._memo = None
+        root._tracked._memo = root._tracked._reduced = None
     autograd_bridge.before_write(target)
     if root is not target:
         autograd_bridge.before_write(root)

@@ -50,7 +50,7 @@ _NONE: frozenset[int] = frozenset()
 _SHARDS = tuple(Shard(d) for d in range(16))
 
 
-def S(dim: int) -> Shard:  # noqa: N802 - reads as the placement it is
+def S(dim: int) -> Shard:
     """``Shard(dim)``, shared."""
     return _SHARDS[dim] if 0 <= dim < 16 else Shard(dim)
 

@@ -92,7 +92,7 @@ def strategy_cases(rows: Sequence[Row], sample: Sample, mesh_ndim: int, limit: i
 
 
 def _can_join(a: Row, b: Row) -> bool:
-    """Whether there is such a layout: one kind of pending reduction per tensor, a packed shard only as the outermost."""
+    """Whether there is such a layout: one kind of pending reduction per tensor, a packed shard only outermost."""
     for x, y in zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True):
         if isinstance(x, Partial) and isinstance(y, Partial) and x != y:
             return False

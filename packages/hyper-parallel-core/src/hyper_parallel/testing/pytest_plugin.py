@@ -9,8 +9,9 @@ Two ways to use it::
     def test_all_reduce():
         ...
 
-The ranks are processes that stay alive for the whole run, one pool per number of ranks. With ``--ranks-backend=threads``
-they are threads of the test's own process: nothing to start, and a debugger works (:mod:`hyper_parallel.testing.thread_ranks`).
+The ranks are processes that stay alive for the whole run, one pool per number of ranks. With
+``--ranks-backend=threads`` they are threads of the test's own process: nothing to start, and a debugger works
+(:mod:`hyper_parallel.testing.thread_ranks`).
 """
 
 from __future__ import annotations
