@@ -192,7 +192,9 @@ def torchs(mesh) -> nn.Module:
         {
             "norm1": SequenceParallel(),
             "norm2": SequenceParallel(),
-            "attention": PrepareModuleInput(input_layouts=(sequence, None, None), desired_input_layouts=(whole, None, None)),
+            "attention": PrepareModuleInput(
+                input_layouts=(sequence, None, None), desired_input_layouts=(whole, None, None)
+            ),
             "attention.q": ColwiseParallel(),
             "attention.k": ColwiseParallel(),
             "attention.v": ColwiseParallel(),
@@ -239,7 +241,11 @@ def main() -> None:
     with CommTrace() as trace:
         contenders["ours"]()
     rows = [[name, us / 1000, us / best["plain"], us / best["plain + collectives"]] for name, us in best.items()]
-    table("Decoder layer, forward + backward (hidden 64, 16 tokens, batch 2, tp=4)", ["", "ms", "of plain", "of plain+coll."], rows)
+    table(
+        "Decoder layer, forward + backward (hidden 64, 16 tokens, batch 2, tp=4)",
+        ["", "ms", "of plain", "of plain+coll."],
+        rows,
+    )
     print("collectives of ours:", dict(trace.counts))
 
 

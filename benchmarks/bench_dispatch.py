@@ -54,9 +54,18 @@ def warm(mesh) -> None:
             best = interleaved(contenders, calls=1000, blocks=15)
             added = best["ours"] - best["plain"]
             rows.append(
-                [f"{name}{' with grad' if grad else ''}", best["plain"], best["ours"], best["torch"], added, best["torch"] - best["plain"]]
+                [
+                    f"{name}{' with grad' if grad else ''}",
+                    best["plain"],
+                    best["ours"],
+                    best["torch"],
+                    added,
+                    best["torch"] - best["plain"],
+                ]
             )
-    table("Warm operator, us (least block mean)", ["operator", "plain", "ours", "torch", "added", "added by torch"], rows)
+    table(
+        "Warm operator, us (least block mean)", ["operator", "plain", "ours", "torch", "added", "added by torch"], rows
+    )
 
 
 def misses() -> None:

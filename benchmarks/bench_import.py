@@ -30,7 +30,11 @@ def milliseconds(statement: str, path: str) -> float:
     code = f"import torch, time; s = time.perf_counter(); {statement}; print((time.perf_counter() - s) * 1e3)"
     environment = dict(os.environ, PYTHONPATH=path)
     runs = [
-        float(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120).stdout)
+        float(
+            subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+            ).stdout
+        )
         for _ in range(RUNS)
     ]
     return statistics.median(runs)
@@ -42,9 +46,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             install_dummies(Path(folder), count)
             bare = milliseconds("import hyper_parallel", folder)
-            filled = milliseconds(
-                "import hyper_parallel.registry as r; r.default_registry().entries()", folder
-            )
+            filled = milliseconds("import hyper_parallel.registry as r; r.default_registry().entries()", folder)
             rows.append([f"{count} dummy plugins", bare, filled])
     table("After import torch, ms (median)", ["", "import hyper_parallel", "... and read all plugins"], rows)
 

@@ -243,7 +243,9 @@ def test_a_yaml_table_is_found_by_get_distributed_op(tmp_path):
         )
     )
     table = tmp_path / "mine.yaml"
-    table.write_text("my_scale:\n  dist_op_name: scale_op\n  distributed_op_class: MyOp\n  distributed_op_file: rule.py\n")
+    table.write_text(
+        "my_scale:\n  dist_op_name: scale_op\n  distributed_op_class: MyOp\n  distributed_op_file: rule.py\n"
+    )
     load_op_table(table)
     assert get_distributed_op("my_scale").op_name == "scale_op"
     assert get_distributed_op("scale_op") is get_distributed_op("my_scale")

@@ -24,7 +24,7 @@ from hyper_parallel import (
 R, P = Replicate(), Partial()
 
 
-def S(dim):  # noqa: N802 - reads as the placement
+def S(dim):
     return Shard(dim)
 
 

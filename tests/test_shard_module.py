@@ -93,7 +93,11 @@ def test_dict_plan_with_layouts_that_carry_their_mesh():
     model, twin = model_and_twin()
     layout = Layout((2, 2), ("dp", "tp"))
     plan = {
-        "forward": {"input": (layout("dp", "None"),), "mlp.down.input": (layout("dp", "tp"),), "output": layout("None", "None")},
+        "forward": {
+            "input": (layout("dp", "None"),),
+            "mlp.down.input": (layout("dp", "tp"),),
+            "output": layout("None", "None"),
+        },
         "parameter": {
             "mlp.up.weight": layout("tp", "None"),
             "mlp.up.bias": layout("tp"),

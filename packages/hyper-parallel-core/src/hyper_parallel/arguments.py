@@ -55,7 +55,6 @@ def map_arguments(
     return tuple(map_tensors(a, apply) for a in args), {k: map_tensors(v, apply) for k, v in kwargs.items()}
 
 
-
 # -- the call as rules see it ------------------------------------------------------------------------------------
 
 

@@ -206,4 +206,3 @@ def refuse(call: Call, why: str, fix: str) -> RedistributionError:
         lines.append(f"  input {index}: shape {tuple(spec.shape)}, {spec.layout}")
     lines.append(f"  fix: {fix}")
     return RedistributionError("\n".join(lines), op_name=call.name, layouts=[s.layout for s in call.inputs])
-

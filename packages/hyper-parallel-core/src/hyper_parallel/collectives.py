@@ -108,7 +108,9 @@ def _mesh(group: Group, device_type: str) -> DeviceMesh:
         return group
     if isinstance(group, dist.ProcessGroup):
         return _mesh_of_process_group(group, device_type)
-    raise TypeError(f"group must be a 1-D DeviceMesh, (DeviceMesh, axis name) or a ProcessGroup, got {type(group).__name__}")
+    raise TypeError(
+        f"group must be a 1-D DeviceMesh, (DeviceMesh, axis name) or a ProcessGroup, got {type(group).__name__}"
+    )
 
 
 @lru_cache(maxsize=256)

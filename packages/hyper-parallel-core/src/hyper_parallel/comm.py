@@ -34,7 +34,9 @@ def all_gather(out: torch.Tensor, tensor: torch.Tensor, group: AxisGroup, async_
     return dist.all_gather_single(out, tensor, group.group, async_op)
 
 
-def reduce_scatter(out: torch.Tensor, tensor: torch.Tensor, group: AxisGroup, op: str = "sum", async_op: bool = False) -> Any:
+def reduce_scatter(
+    out: torch.Tensor, tensor: torch.Tensor, group: AxisGroup, op: str = "sum", async_op: bool = False
+) -> Any:
     """Reduce ``tensor`` and leave this rank's equal part of dim 0 in ``out``."""
     if comm_trace._active:
         comm_trace.record("reduce_scatter", tensor, group)

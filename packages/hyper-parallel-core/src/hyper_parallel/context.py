@@ -83,6 +83,6 @@ def implicit_replication() -> AbstractContextManager[None]:
     return _Switched(replicate_plain=True)
 
 
-def SkipDTensorDispatch() -> AbstractContextManager[None]:  # noqa: N802 - the name users of HyperParallel know
+def SkipDTensorDispatch() -> AbstractContextManager[None]:
     """Inside, DTensors act as their local tensors: operators run on the local pieces and return plain tensors."""
     return _Switched(skip=True)

@@ -1,14 +1,14 @@
 """DFunction: an ``autograd.Function`` that also takes DTensors.
 
-    class Scale(DFunction):
-        _op_name = "scale"                       # its DistributedOp says the output's layout
+class Scale(DFunction):
+    _op_name = "scale"                       # its DistributedOp says the output's layout
 
-        @staticmethod
-        def forward(ctx, x, factor): ...         # plain local tensors, always
-        @staticmethod
-        def backward(ctx, grad): ...
+    @staticmethod
+    def forward(ctx, x, factor): ...         # plain local tensors, always
+    @staticmethod
+    def backward(ctx, grad): ...
 
-    Scale.apply(dtensor, 2.0)
+Scale.apply(dtensor, 2.0)
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _positional(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         raise TypeError(f"{cls.__name__}.apply: {error}") from None
     bound.apply_defaults()
     if bound.kwargs:
-        raise TypeError(f"{cls.__name__}.forward has keyword-only parameters {sorted(bound.kwargs)}; make them positional")
+        raise TypeError(
+            f"{cls.__name__}.forward has keyword-only parameters {sorted(bound.kwargs)}; make them positional"
+        )
     return bound.args[1:]
 
 

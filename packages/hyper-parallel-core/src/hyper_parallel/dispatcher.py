@@ -244,10 +244,14 @@ def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         if not isinstance(target, DTensor):
             raise TypeError("out= must be a DTensor when an input is one")
         if target.shape != value.shape:
-            raise ValueError(f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; a DTensor is not resized")
+            raise ValueError(
+                f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; a DTensor is not resized"
+            )
         if value.layout is not target.layout:
             if state.mode.policy != "auto" and not value.layout.is_partial():
-                raise ValueError(f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them")
+                raise ValueError(
+                    f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them"
+                )
             value = value.redistribute(target.layout)
         target._resolve().copy_(value._resolve())
     return out

@@ -176,13 +176,17 @@ class DTensor(torch.Tensor):
         """
         spec = self._spec
         if isinstance(device_mesh, DeviceMesh) and device_mesh != spec.layout.mesh:
-            raise ValueError(f"redistribute stays on one mesh: the tensor is on {spec.layout.info!r}, got {device_mesh}")
+            raise ValueError(
+                f"redistribute stays on one mesh: the tensor is on {spec.layout.info!r}, got {device_mesh}"
+            )
         if isinstance(device_mesh, Layout):
             layout = as_layout(device_mesh, None, self.ndim)
         else:
             layout = as_layout(spec.layout.mesh, placements, self.ndim)
         if layout.info is not spec.layout.info:
-            raise ValueError(f"redistribute stays on one mesh: the tensor is on {spec.layout.info!r}, got {layout.info!r}")
+            raise ValueError(
+                f"redistribute stays on one mesh: the tensor is on {spec.layout.info!r}, got {layout.info!r}"
+            )
         varying = None
         if grad_placements is not None:
             gradient_layout(layout, NOT_VARYING, grad_placements)  # raises when they do not fit
@@ -271,7 +275,9 @@ class DTensor(torch.Tensor):
 
     def __format__(self, format_spec: str) -> str:
         """``f"{loss:.3f}"`` formats the number of a 0-dim tensor, as ``item()`` gives it; ``f"{x}"`` is the ``repr``."""
-        return format(self.item(), format_spec) if format_spec and self.ndim == 0 else object.__format__(self, format_spec)
+        return (
+            format(self.item(), format_spec) if format_spec and self.ndim == 0 else object.__format__(self, format_spec)
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "Parameter DTensor" if getattr(self, "_is_param", False) else "DTensor"
@@ -408,7 +414,9 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, value: DTensor) -> None:
         if not isinstance(value, DTensor):
-            raise TypeError(f".data of a DTensor is set to a DTensor, got {type(value).__name__}; see distribute_tensor")
+            raise TypeError(
+                f".data of a DTensor is set to a DTensor, got {type(value).__name__}; see distribute_tensor"
+            )
         local, spec = self._resolve(), value._spec
         local.data = value._resolve().data
         self._memo = self._reduced = self._origin = None
@@ -441,7 +449,7 @@ class DTensor(torch.Tensor):
 
     # -- distributed checkpoint -----------------------------------------------------------------------------------
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002 - DCP's name
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from hyper_parallel.checkpoint import write_items
 
         return write_items(fqn, self)
@@ -601,7 +609,9 @@ def _check_shapes_agree(fits: bool, layout: Layout, shape: tuple[int, ...]) -> N
     if low != high:
         raise ValueError(f"from_local: the ranks disagree on the global shape: between {low} and {high}; pass shape=")
     if wrong and fits:
-        raise ValueError(f"from_local: another rank's local shape does not fit global shape {shape} with {describe(layout)}")
+        raise ValueError(
+            f"from_local: another rank's local shape does not fit global shape {shape} with {describe(layout)}"
+        )
 
 
 def _check_replicas_agree(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
@@ -635,7 +645,9 @@ def _rebuild_dtensor(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> DTensor:
-    result = wrap(local.requires_grad_(requires_grad), make_spec(layout, shape, stride, local.dtype, frozenset(varying)))
+    result = wrap(
+        local.requires_grad_(requires_grad), make_spec(layout, shape, stride, local.dtype, frozenset(varying))
+    )
     result.__dict__.update(attributes)
     return result
 

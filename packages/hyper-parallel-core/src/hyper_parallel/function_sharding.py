@@ -55,9 +55,13 @@ def custom_shard(
         RedistributionError: an input has another layout and ``redistribute_inputs`` is False.
     """
     if isinstance(func, nn.Module):
-        raise TypeError("custom_shard takes a function; for a module use shard_module, or custom_shard(module.forward, ...)")
+        raise TypeError(
+            "custom_shard takes a function; for a module use shard_module, or custom_shard(module.forward, ...)"
+        )
     if isinstance(func, DeviceMesh):
-        raise TypeError("custom_shard: the first argument is the function; as a decorator write custom_shard(device_mesh=mesh, …)")
+        raise TypeError(
+            "custom_shard: the first argument is the function; as a decorator write custom_shard(device_mesh=mesh, …)"
+        )
     if out_layouts is None:
         raise ValueError("custom_shard needs out_layouts: nothing else says how the outputs are laid out")
     if func is None:
@@ -82,7 +86,13 @@ def custom_shard(
 
 class _Sharded:
     def __init__(
-        self, func: Callable[..., Any], mesh: DeviceMesh | None, outputs: Any, inputs: Any, may_move: bool, gradients: Any
+        self,
+        func: Callable[..., Any],
+        mesh: DeviceMesh | None,
+        outputs: Any,
+        inputs: Any,
+        may_move: bool,
+        gradients: Any,
     ) -> None:
         self.func, self.mesh, self.outputs, self.inputs = func, mesh, outputs, inputs
         self.may_move, self.gradients = may_move, gradients
@@ -112,14 +122,18 @@ class _Sharded:
             return [self.inputs.get(n) for n in (*names[: len(args)], *kwargs)]
         given = [self.inputs] if _is_layout(self.inputs) and len(args) == 1 else list(self.inputs)
         if len(given) != len(args):
-            raise ValueError(f"{self.name}: in_layouts has {len(given)} entries, the call {len(args)} positional arguments")
+            raise ValueError(
+                f"{self.name}: in_layouts has {len(given)} entries, the call {len(args)} positional arguments"
+            )
         return given + [None] * len(kwargs)
 
     def _placed(self, value: Any, declared: Any, position: int) -> Any:
         if declared is None:
             return value
         if not isinstance(value, DTensor):
-            raise TypeError(f"{self.name}: argument {position} has a layout in in_layouts but is a {type(value).__name__}, no DTensor")
+            raise TypeError(
+                f"{self.name}: argument {position} has a layout in in_layouts but is a {type(value).__name__}, no DTensor"
+            )
         layout = self._layout(declared, value.ndim, value)
         if value.layout is layout:
             return value
@@ -155,7 +169,9 @@ class _Sharded:
         outs = list(out) if many else [out]
         layouts = [self.outputs] if not many or _is_layout(self.outputs) else list(self.outputs)
         if len(layouts) != len(outs):
-            raise ValueError(f"{self.name}: out_layouts has {len(layouts)} entries, the function returned {len(outs)} values")
+            raise ValueError(
+                f"{self.name}: out_layouts has {len(layouts)} entries, the function returned {len(outs)} values"
+            )
         wrapped = []
         for index, (value, declared) in enumerate(zip(outs, layouts, strict=True)):
             if declared is None or not isinstance(value, torch.Tensor):
@@ -166,7 +182,8 @@ class _Sharded:
             varying = frozenset(
                 axis
                 for axis, placement in enumerate(layout.placements)
-                if isinstance(placement, Replicate) and any(axis in t._spec.varying for t in tensors)
+                if isinstance(placement, Replicate)
+                and any(axis in t._spec.varying for t in tensors)
                 and all(isinstance(t.placements[axis], Replicate) for t in tensors)
             )
             wrapped.append(wrap(value, make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying)))
@@ -182,7 +199,12 @@ class _Sharded:
         if key in self.shapes:
             return self.shapes[key]
         shape = list(local.shape)
-        uneven = any(t.shape[p.dim] % t.layout.mesh_shape[a] for t in tensors for a, p in enumerate(t.placements) if isinstance(p, Shard))
+        uneven = any(
+            t.shape[p.dim] % t.layout.mesh_shape[a]
+            for t in tensors
+            for a, p in enumerate(t.placements)
+            if isinstance(p, Shard)
+        )
         for dim, axes in enumerate(layout.shard_order):
             if axes and uneven:
                 total = torch.tensor(shape[dim], device=layout.info.default_device())

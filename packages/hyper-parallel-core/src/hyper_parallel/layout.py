@@ -34,10 +34,14 @@ ShardOrder = tuple[tuple[int, ...], ...]
 class _MeshDescription:
     """A mesh by shape and axis names, whose DeviceMesh is made on first need."""
 
-    def __init__(self, shape: Sequence[int], names: Sequence[str], ranks: Sequence[int] | None, device_type: str | None):
+    def __init__(
+        self, shape: Sequence[int], names: Sequence[str], ranks: Sequence[int] | None, device_type: str | None
+    ):
         self.shape, self.names = tuple(int(s) for s in shape), tuple(names)
         if len(self.shape) != len(self.names) or len(set(self.names)) != len(self.names):
-            raise ValueError(f"a mesh of shape {self.shape} needs {len(self.shape)} different axis names, got {self.names}")
+            raise ValueError(
+                f"a mesh of shape {self.shape} needs {len(self.shape)} different axis names, got {self.names}"
+            )
         if "None" in self.names:
             raise ValueError('"None" marks a dimension that no axis shards; it cannot be the name of a mesh axis')
         self.ndim = len(self.shape)
@@ -109,7 +113,9 @@ class Layout:
         self._hash, self._partial = hash((self.mesh_shape, (), ())), False
 
     @classmethod
-    def _intern(cls, source: MeshInfo | _MeshDescription, placements: tuple[Placement, ...], order: ShardOrder) -> Layout:
+    def _intern(
+        cls, source: MeshInfo | _MeshDescription, placements: tuple[Placement, ...], order: ShardOrder
+    ) -> Layout:
         table = source.layouts if isinstance(source, MeshInfo) else None
         key = (placements, order)
         found = None if table is None else table.get(key)
@@ -196,7 +202,9 @@ class Layout:
         if isinstance(self._source, MeshInfo):
             return self
         if self.ndim < 0:
-            raise ValueError('this Layout only describes a mesh; call it with one alias per tensor dim: layout("dp", "None")')
+            raise ValueError(
+                'this Layout only describes a mesh; call it with one alias per tensor dim: layout("dp", "None")'
+            )
         return Layout._intern(self._source.info(), self.placements, self.shard_order)
 
     # -- variants -------------------------------------------------------------------------------------------------
@@ -278,7 +286,10 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Layout) or (self.placements, self.shard_order) != (other.placements, other.shard_order):
+        if not isinstance(other, Layout) or (self.placements, self.shard_order) != (
+            other.placements,
+            other.shard_order,
+        ):
             return False
         mine, theirs = self._source, other._source
         if isinstance(mine, MeshInfo) and isinstance(theirs, MeshInfo):
@@ -354,7 +365,9 @@ def _order(info: MeshInfo, placements: tuple[Placement, ...], ndim: int, given: 
     for axis, placement in enumerate(placements):
         if is_shard(placement):
             # A PackedShard is outermost by definition.
-            default[placement.dim].insert(0 if isinstance(placement, PackedShard) else len(default[placement.dim]), axis)
+            default[placement.dim].insert(
+                0 if isinstance(placement, PackedShard) else len(default[placement.dim]), axis
+            )
     order = [tuple(axes) for axes in default]
     if given is not None:
         items = given.items() if isinstance(given, Mapping) else enumerate(given)
@@ -368,7 +381,9 @@ def _order(info: MeshInfo, placements: tuple[Placement, ...], ndim: int, given: 
             order[dim] = wanted
     for dim, wanted in enumerate(order):
         if any(isinstance(placements[a], PackedShard) for a in wanted[1:]):
-            raise ValueError(f"PackedShard must be the outermost shard of dim {dim}; other axes may only shard its pieces")
+            raise ValueError(
+                f"PackedShard must be the outermost shard of dim {dim}; other axes may only shard its pieces"
+            )
     return tuple(order)
 
 

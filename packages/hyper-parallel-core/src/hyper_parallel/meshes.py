@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from hyper_parallel.arguments import map_arguments
 from hyper_parallel.call import Call, refuse
 from hyper_parallel.dtensor import DTensor, remembered, wrap

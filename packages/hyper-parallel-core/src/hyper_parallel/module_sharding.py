@@ -116,7 +116,9 @@ def _normalise(first: Any, second: Any) -> tuple[DeviceMesh | None, ShardingPlan
         forward = plan.get("forward", {})
         for key in forward:
             if key.rpartition(".")[2] not in ("input", "output"):
-                raise ValueError(f'"forward" has keys that end in "input" or "output", such as "mlp.gate.input"; got {key!r}')
+                raise ValueError(
+                    f'"forward" has keys that end in "input" or "output", such as "mlp.gate.input"; got {key!r}'
+                )
         return mesh, ShardingPlan(
             plan=plan.get("parameter", {}),
             input_plan={k: v for k, v in forward.items() if k.rpartition(".")[2] == "input"},
@@ -158,7 +160,11 @@ def matching(pattern: str, names: Sequence[str], what: str) -> list[str]:
     found = [n for n in names if matcher(pattern).match(n)]
     if not found:
         near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.5)
-        hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"the {what}s are {', '.join(map(repr, names[:8]))} ..."
+        hint = (
+            f"did you mean {', '.join(map(repr, near))}?"
+            if near
+            else f"the {what}s are {', '.join(map(repr, names[:8]))} ..."
+        )
         raise ValueError(f"the plan's {pattern!r} means no {what} of the model; {hint}")
     return found
 
@@ -280,14 +286,16 @@ def _sharded_axes(module: nn.Module, layout: Layout) -> set[int]:
 
 
 def _input_hook(name: str, module: nn.Module, mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
-    Hooked = tuple[tuple[Any, ...], dict[str, Any]]  # noqa: N806
+    Hooked = tuple[tuple[Any, ...], dict[str, Any]]
     if isinstance(declared, Mapping):
         named = {key: Boundary(layout, mesh, module) for key, layout in declared.items()}
 
         def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
             unknown = set(named) - set(kwargs)
             if unknown:
-                raise ValueError(f"module {name!r}: the plan lays out inputs {sorted(unknown)}, called with {sorted(kwargs)}")
+                raise ValueError(
+                    f"module {name!r}: the plan lays out inputs {sorted(unknown)}, called with {sorted(kwargs)}"
+                )
             return args, {k: named[k](v) if k in named else v for k, v in kwargs.items()}
 
         return by_name
@@ -331,7 +339,9 @@ def _check_entry(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
         if not data_axes:
             return
         covered = set(declared) if isinstance(declared, Mapping) else set()
-        positional = len(declared) if isinstance(declared, (tuple, list)) and not _is_placements(declared) else bool(declared)
+        positional = (
+            len(declared) if isinstance(declared, (tuple, list)) and not _is_placements(declared) else bool(declared)
+        )
         loose = [f"positional {i}" for i, a in enumerate(args) if _is_plain(a) and (covered or i >= positional)]
         loose += [k for k, v in kwargs.items() if _is_plain(v) and k not in covered]
         if loose:

@@ -70,7 +70,9 @@ class DistributedOp:
         """
         raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define infer_layout")
 
-    def get_expand_impl(self, func: Callable[..., Any], infer_result: Any, cache_values: Any) -> Callable[..., Any] | None:
+    def get_expand_impl(
+        self, func: Callable[..., Any], infer_result: Any, cache_values: Any
+    ) -> Callable[..., Any] | None:
         """The function to run on the local tensors in place of ``func``; None when ``func`` itself is right."""
         return None
 

@@ -70,7 +70,7 @@ class Plan:
 def is_inplace(name: str) -> bool:
     """Whether a torch function of this name writes its first argument: ``add_``, ``__iadd__``."""
     if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__") or name == "__setitem__"
+        return (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")) or name == "__setitem__"
     return name.endswith("_")
 
 

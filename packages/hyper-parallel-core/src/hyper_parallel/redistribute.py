@@ -28,7 +28,9 @@ class _Transition(torch.autograd.Function):
     """Local tensor in one typed layout -> local tensor in another."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How) -> torch.Tensor:
+    def forward(
+        ctx: Any, local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How
+    ) -> torch.Tensor:
         ctx.args = (src, dst, shape, how)
         ctx.where = comm_trace.user_line() if comm_trace._active else None
         if how.value is not None:
@@ -181,7 +183,9 @@ def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: An
     given: tuple[Placement, ...] = tuple(grad_placements)
     if len(given) != len(layout.placements):
         raise ValueError(f"{len(given)} grad_placements {given} for a mesh of {len(layout.placements)} axes")
-    wanted = natural.with_placements(dict(enumerate(Layout.from_placements(layout.mesh, given, ndim=layout.ndim).placements)))
+    wanted = natural.with_placements(
+        dict(enumerate(Layout.from_placements(layout.mesh, given, ndim=layout.ndim).placements))
+    )
     for name, held, grad in zip(layout.mesh_dim_names, layout.placements, wanted.placements, strict=True):
         if grad != held if is_shard(held) else grad not in (Replicate(), Partial()):
             allowed = repr(held) if is_shard(held) else "Replicate() or Partial()"

@@ -77,7 +77,9 @@ def make_spec(
     if found is None:
         for placement in layout.placements:
             if isinstance(placement, PackedShard) and sum(placement.sections) != key[0][placement.dim]:
-                raise ValueError(f"the sections of {placement!r} do not add up to dim {placement.dim} of shape {key[0]}")
+                raise ValueError(
+                    f"the sections of {placement!r} do not add up to dim {placement.dim} of shape {key[0]}"
+                )
         found = Spec()
         found.layout, found.shape, found.stride, found.dtype = layout, torch.Size(key[0]), stride, dtype
         found.varying, found._meta = varying, None

@@ -162,7 +162,9 @@ class ReduceScatter(Step):
         if decode is None and self._is_widest():
             return _Work(buffer, work)
         out = x.new_empty(self._trimmed(buffer).shape)
-        return _Work(out, work, lambda: out.copy_(self._trimmed(buffer) if decode is None else decode(self._trimmed(buffer))))
+        return _Work(
+            out, work, lambda: out.copy_(self._trimmed(buffer) if decode is None else decode(self._trimmed(buffer)))
+        )
 
     def _buffer(self, x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
@@ -201,8 +203,13 @@ class AllGather(Step):
         self.widest = tuple(max(sizes) for sizes in zip(*self.block_shapes, strict=True))
         self.even = all(s == self.widest for s in self.block_shapes)
         split = [d for d, size in enumerate(shape) if any(b[d] != ((0, size),) for b in blocks)]
-        ordered = self.even and len(split) == 1 and all(
-            block[split[0]] == ((i * self.widest[split[0]], self.widest[split[0]]),) for i, block in enumerate(blocks)
+        ordered = (
+            self.even
+            and len(split) == 1
+            and all(
+                block[split[0]] == ((i * self.widest[split[0]], self.widest[split[0]]),)
+                for i, block in enumerate(blocks)
+            )
         )
         self.cat_dim = split[0] if ordered else None
         # The members' blocks one after the other along dim 0, which is what the collective writes.

@@ -118,7 +118,9 @@ class LayoutOp(DistributedOp):
         solution = self.solve(cache_values[0])
         return tuple(solution.outputs), solution
 
-    def get_expand_impl(self, func: Callable[..., Any], infer_result: Any, cache_values: Any) -> Callable[..., Any] | None:
+    def get_expand_impl(
+        self, func: Callable[..., Any], infer_result: Any, cache_values: Any
+    ) -> Callable[..., Any] | None:
         """The solution's local function."""
         return infer_result[1].local
 
@@ -143,7 +145,9 @@ class StrategyOp(LayoutOp):
         """Global shape of each output, where that is cheaper to say than to run the function on meta tensors."""
         return None
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         """What runs on the local tensors, when the function itself is not right there: local sizes in the arguments, or
         communication inside."""
         return None
@@ -247,7 +251,8 @@ def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int, be
 def _packs_pieces(row: _Row, before: Sequence[_Row]) -> bool:
     """Whether a row would pack a dimension that an earlier axis shards: PackedShard is always outermost."""
     return any(
-        placement.__class__ is PackedShard and any(is_shard(p := r.inputs[i]) and p.dim == placement.dim for r in before)
+        placement.__class__ is PackedShard
+        and any(is_shard(p := r.inputs[i]) and p.dim == placement.dim for r in before)
         for i, placement in enumerate(row.inputs)
     )
 

@@ -113,7 +113,9 @@ def _specs_from_local(rule: Rule, call: Call, layouts: Sequence[Any], out: Any) 
         found, _ = output_specs(rule, call, solution)
     except (NotImplementedError, RuntimeError):
         found = ()
-    if len(found) == len(values) and all(f is not None for f, v in zip(found, values, strict=True) if isinstance(v, torch.Tensor)):
+    if len(found) == len(values) and all(
+        f is not None for f, v in zip(found, values, strict=True) if isinstance(v, torch.Tensor)
+    ):
         return found
     for position, value in enumerate(values):
         layout = next(tensors, None) if isinstance(value, torch.Tensor) else None

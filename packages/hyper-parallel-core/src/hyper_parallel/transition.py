@@ -192,9 +192,7 @@ class _Builder:
             c if is_partial(c) else Replicate() if is_partial(t) else t
             for c, t in zip(current.placements, self.target.placements, strict=True)
         )
-        order = tuple(
-            tuple(a for a in axes if is_shard(placements[a])) for axes in self.target.shard_order
-        )
+        order = tuple(tuple(a for a in axes if is_shard(placements[a])) for axes in self.target.shard_order)
         goal = current.with_order(placements, order)
         if goal is current:
             return

@@ -77,7 +77,9 @@ def test_settings_that_make_no_sense_are_reported_not_raised(doctor):
 
 def test_ops_that_two_plugins_claim_are_a_warning_with_both_places(doctor, site):
     for plugin in ("acme", "rival"):
-        site.install(plugin, ops=f"acme_double: {{distributed_op_class: Double, distributed_op_module: {plugin}.rules}}")
+        site.install(
+            plugin, ops=f"acme_double: {{distributed_op_class: Double, distributed_op_module: {plugin}.rules}}"
+        )
     check = doctor()["op acme_double"]
     assert check["status"] == "warn"
     assert "2 implementations" in check["detail"]

@@ -30,6 +30,12 @@ PROGRAM = """
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         work(mesh).expm1()
 
+    class Odd(BaseException): pass
+
+    def odd(mesh):
+        work(mesh)
+        raise Odd("no Exception")
+
     if __name__ == "__main__":
         dist.init_process_group("gloo")                            # keeps the pretended one
         print("RANK", dist.get_rank(), os.environ["WORLD_SIZE"], sys.argv[1:])
@@ -84,7 +90,7 @@ def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
           move  S(0),R -> R,R
           comm  all_gather 128 B over dp (2 ranks)
         Tensor.mul
-          at    {program}:20
+          at    {program}:26
           in    [8, 4] S(0),R
           out   [8, 4] S(0),R
 
@@ -119,6 +125,13 @@ def test_program_that_fails_is_shown_up_to_there(program, capsys, tmp_path):
     assert '<tr class="bad"><td>Tensor.expm1' in page
     assert '<tr class="note"><td>Tensor.exp<' in page
     assert not dist.is_initialized()
+
+
+def test_failure_that_is_no_exception_is_shown_too(program, capsys):
+    assert main(["explain", "program_of_a_test:odd"]) == 1
+    shown = capsys.readouterr()
+    assert "Tensor.exp" in shown.out
+    assert "Odd: no Exception" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,9 @@ def _run(arguments: argparse.Namespace) -> int:
             return 2
         except SystemExit as error:  # how a script ends; a number other than 0 is its failure
             failure = "" if error.code in (None, 0) else f"the program ended with {error.code!r}"
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # torch's CheckpointException is no Exception
             failure = traceback.format_exc()
     steps = [(step, 1) for step in trace.steps] if arguments.all else folded(trace.steps)
     if arguments.html is not None:

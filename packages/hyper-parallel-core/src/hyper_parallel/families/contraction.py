@@ -15,7 +15,10 @@ from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 
 def contraction_strategies(
-    shapes: Sequence[Sequence[int]], operands: Sequence[str], output: str, addend: tuple[Sequence[int], str] | None = None
+    shapes: Sequence[Sequence[int]],
+    operands: Sequence[str],
+    output: str,
+    addend: tuple[Sequence[int], str] | None = None,
 ) -> Iterable[Strategy]:
     """Strategies of ``operands -> output`` (labels per dim), with an optional tensor that is added to the product.
 
@@ -163,7 +166,9 @@ def einsum_labels(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
 
     operands = [spell(p, r) for p, r in zip(parts, ranks, strict=True)]
     if any(len(set(o)) != len(o) for o in operands):
-        raise NotImplementedError(f"einsum {equation!r} takes a diagonal, for which there is no rule; use torch.diagonal first")
+        raise NotImplementedError(
+            f"einsum {equation!r} takes a diagonal, for which there is no rule; use torch.diagonal first"
+        )
     if arrow:
         return operands, right.replace("...", dots)
     letters = "".join(p.replace("...", "") for p in parts)

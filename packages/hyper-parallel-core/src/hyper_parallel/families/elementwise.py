@@ -48,7 +48,9 @@ class Elementwise(StrategyOp):
     def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
         return [broadcast_shape([spec.shape for spec in call.inputs])] * self.outputs
 
-    def local_function(self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]) -> Callable[..., Any] | None:
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
         if self.linear != "sum" or not any(map(_is_number, call.args)):
             return None
         # A number is a term of the sum: it counts once over the ranks that hold terms (of an average: on every rank).

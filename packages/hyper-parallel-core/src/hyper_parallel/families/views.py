@@ -76,7 +76,9 @@ def global_shape(call: Call) -> tuple[int, ...]:
     from hyper_parallel.plan import meta_arguments
 
     with torch.no_grad():
-        return tuple(call.func(*meta_arguments(call.args), **{k: meta_arguments(v) for k, v in call.kwargs.items()}).shape)
+        return tuple(
+            call.func(*meta_arguments(call.args), **{k: meta_arguments(v) for k, v in call.kwargs.items()}).shape
+        )
 
 
 def _view_as_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:
@@ -125,7 +127,9 @@ def _group_placements(
     return None
 
 
-def _split(layout: Layout, dim: int, size: int, new: list[int], b: list[int]) -> dict[int, list[tuple[int, Placement]]] | None:
+def _split(
+    layout: Layout, dim: int, size: int, new: list[int], b: list[int]
+) -> dict[int, list[tuple[int, Placement]]] | None:
     """One dim into several: axes go to the new dims outermost first."""
     placed: dict[int, list[tuple[int, Placement]]] = {}
     left = list(new)  # what is left of each new dim after the axes placed so far
@@ -284,10 +288,11 @@ class Expand(LayoutOp):
         if grown:
             target = target.with_placements({a: Replicate() for d in grown for a in target.shard_order[d]})
             if call.mode.policy != "auto":
-                raise refuse(call, f"dim {grown[0]} of size 1 is sharded and would grow", f"redistribute to {target} first")
+                raise refuse(
+                    call, f"dim {grown[0]} of size 1 is sharded and would grow", f"redistribute to {target} first"
+                )
         layout = target.move_dims([d + added for d in range(len(spec.shape))], len(new))
         sizes = local_shape(layout, new, layout.info.my_coordinate())
         targets = [target, *(s.layout for s in call.inputs[1:])]
         local: Callable[..., Any] = lambda x, *args, **kwargs: x.expand(sizes)  # noqa: E731
         return Solution(targets, [layout], local, uncounted=self.positions(call, self.uncounted), is_view=True)
-

@@ -72,12 +72,12 @@ def _prepare_process(setup: WorkerSetup) -> None:
     os.environ.update(setup.environment)
     # Ctrl-C reaches the whole process group; the test process decides what happens to its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log = open(setup.log_file, "w", buffering=1)  # noqa: SIM115 - it and the next live as long as the process
+    log = open(setup.log_file, "w", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
     faulthandler.enable(log)
-    stacks = open(setup.stacks_file, "w")  # noqa: SIM115
+    stacks = open(setup.stacks_file, "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
 
