@@ -1,7 +1,7 @@
 """Host cost of one operator: warm and on a cache miss, beside plain tensors and torch.distributed.tensor.
 
-Fake ranks: what is measured is Python and C++ on the host. Aims: a warm operator at most 8 us (aim 5) above the plain one;
-a miss below 150 us on a 1-D mesh, and growing linearly with the mesh's rank.
+Fake ranks: what is measured is Python and C++ on the host. Aims: a warm operator at most 8 us (aim 5) above the
+plain one; a miss below 150 us on a 1-D mesh, and growing linearly with the mesh's rank.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def warm(mesh) -> None:
             ("rms_norm", lambda t: F.rms_norm(t[0], (8,))),
         ):
             contenders = {
-                "plain": lambda call=call: call(plain),
+                "plain": lambda call=call, t=plain: call(t),
                 "ours": lambda call=call, t=ours: call(t),
                 "torch": lambda call=call, t=theirs: call(t),
             }
             if name == "view":
-                contenders["plain"] = lambda: plain[0].view(-1, 2, 4)
+                contenders["plain"] = lambda t=plain: t[0].view(-1, 2, 4)
             best = interleaved(contenders, calls=1000, blocks=15)
             added = best["ours"] - best["plain"]
             rows.append(

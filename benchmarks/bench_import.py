@@ -1,4 +1,5 @@
-"""What `import hyper_parallel` adds to `import torch`, alone and with 50 dummy plugins installed. Aim: at most 60 ms."""
+"""What `import hyper_parallel` adds to `import torch`, alone and with 50 dummy plugins installed. Aim: at most 60
+ms."""
 
 from __future__ import annotations
 

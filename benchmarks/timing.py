@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 
 def start_fake_ranks(world_size: int = 8) -> None:
-    """One process that believes to be rank 0 of many: collectives cost their host time only, and values are not right."""
+    """One process that believes to be rank 0 of many: collectives cost their host time only, and values are not
+    right."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
@@ -21,7 +22,7 @@ def start_fake_ranks(world_size: int = 8) -> None:
 def interleaved(contenders: dict[str, Callable[[], object]], *, calls: int, blocks: int = 20) -> dict[str, float]:
     """Microseconds per call of each contender: the least mean over interleaved blocks."""
     best = dict.fromkeys(contenders, float("inf"))
-    for name, call in contenders.items():
+    for call in contenders.values():
         for _ in range(3):
             call()
     gc.collect()

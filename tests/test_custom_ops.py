@@ -1,4 +1,5 @@
-"""Operators of a user's own: DFunction, DistributedOp in both forms, YAML and programmatic registration, custom_shard."""
+"""Operators of a user's own: DFunction, DistributedOp in both forms, YAML and programmatic registration,
+custom_shard."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class OldFormOp(DistributedOp):
 
     def infer_layout(self, layouts, extra_args):
         x, _ = layouts
-        assert extra_args and isinstance(extra_args[-1], float)
+        assert extra_args
+        assert isinstance(extra_args[-1], float)
         return x, x.move_dims([0, None], 1)
 
 
@@ -259,7 +261,10 @@ def test_unsupported_placements_raise_a_value_error_that_names_them():
     with pytest.raises(RedistributionError) as caught:
         a + b
     text = str(caught.value)
-    assert "S(0), S(1)" in text and "'dp'" in text and "redistribute" in text and "(8, 4)" in text
+    assert "S(0), S(1)" in text
+    assert "'dp'" in text
+    assert "redistribute" in text
+    assert "(8, 4)" in text
 
 
 @pytest.mark.ranks(4)
@@ -313,7 +318,8 @@ def test_custom_shard_without_in_layouts_sums_the_terms_of_replicated_inputs(x_p
     sharded = custom_shard(rotate, mesh2x2(), out_layouts=list(x_placements))
     dx, dw = spread(x, *x_placements), spread(w, *x_placements)
     out = sharded(dx, dw, angle=dx)
-    assert isinstance(out, DTensor) and out.shape == (4, 6)
+    assert isinstance(out, DTensor)
+    assert out.shape == (4, 6)
     out.pow(2).sum().backward()
     check_gradients([(dx, x), (dw, w)])
 
@@ -330,7 +336,8 @@ def test_custom_shard_as_decorator_with_a_replicated_scale_and_uneven_rows():
     torch.cat([x * w, x], dim=1).pow(2).sum().backward()
     dx, dw = spread(x, R, R), spread(w, R, R)
     out = scale(dx, dw)
-    assert out.shape == (5, 6) and out.placements == (Shard(0), R)
+    assert out.shape == (5, 6)
+    assert out.placements == (Shard(0), R)
     out.pow(2).sum().backward()
     check_gradients([(dx, x), (dw, w)])
 

@@ -155,7 +155,8 @@ def test_tied_parameters_stay_tied_and_get_one_gradient():
     twin = Tied().double()
     twin.load_state_dict(model.state_dict())
     shard_module(model, mesh2x2(), ShardingPlan(plan={"a.weight": (R, Shard(0))}))
-    assert model.a.weight is model.b.weight and model.a.weight.placements == (R, Shard(0))
+    assert model.a.weight is model.b.weight
+    assert model.a.weight.placements == (R, Shard(0))
     x = torch.randn(4, 6, dtype=torch.float64)
     hidden = torch.tanh(model.a(distribute_tensor(x, mesh2x2(), [Shard(0), R])))
     model.b(hidden.redistribute(placements=[Shard(0), R])).pow(2).sum().backward()
@@ -166,7 +167,7 @@ def test_tied_parameters_stay_tied_and_get_one_gradient():
 @pytest.mark.ranks(4)
 def test_a_pattern_that_means_nothing_lists_near_misses():
     model, _ = model_and_twin()
-    with pytest.raises(ValueError, match="mlp.upp.weight.*did you mean.*mlp.up.weight"):
+    with pytest.raises(ValueError, match=r"mlp\.upp\.weight.*did you mean.*mlp\.up\.weight"):
         shard_module(model, mesh2x2(), ShardingPlan(plan={"mlp.upp.weight": COLWISE}))
     with pytest.raises(ValueError, match="no module"):
         shard_module(model, mesh2x2(), ShardingPlan(input_plan={"mpl.input": ([R, R],)}))

@@ -126,7 +126,8 @@ def lifted(name: str, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     """The arguments with plain tensors as Replicate DTensors.
 
     Raises:
-        TypeError: for a plain tensor that does not count as one; arguments read only for shape, dtype or device always do.
+        TypeError: for a plain tensor that does not count as one; arguments read only for shape, dtype or device
+            always do.
     """
     near = first_dtensor(args, kwargs)
     grad = torch.is_grad_enabled()
@@ -138,7 +139,8 @@ def lifted(name: str, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> t
         if not counts_as_replica(tensor, grad):
             raise TypeError(
                 f"{name}: a plain tensor of shape {tuple(tensor.shape)} is mixed with a DTensor of shape "
-                f"{tuple(near.shape)}, {near.layout}. Say how it is laid out: distribute_tensor(tensor, mesh, placements) "
+                f"{tuple(near.shape)}, {near.layout}. Say how it is laid out: distribute_tensor(tensor, mesh, "
+                "placements) "
                 "or DTensor.from_local(...); or, when every rank holds the same values, run inside "
                 "`with hyper_parallel.implicit_replication():`"
             )

@@ -57,7 +57,8 @@ class Signature:
 
 
 class Call:
-    """What a rule may look at: global shapes, dtypes, placements, and arguments. Never local shapes: they differ by rank.
+    """What a rule may look at: global shapes, dtypes, placements, and arguments. Never local shapes: they differ by
+    rank.
 
     Attributes:
         func: the torch function.
@@ -163,7 +164,8 @@ class Solution:
         targets: layout that each input must have; the dispatcher redistributes.
         outputs: layout of each tensor output, or None for an output that is no DTensor.
         local: runs in place of the function on the local arguments; None for the function itself.
-        invariant: per mesh axis, inputs that stay invariant there: they are used only after the operator's own reduction.
+        invariant: per mesh axis, inputs that stay invariant there: they are used only after the operator's own
+            reduction.
         reduced: per output, mesh axes over which the operator itself reduced (the output is equal on all ranks, and so
             is its gradient).
         uncounted: inputs read only for dtype, device or shape.

@@ -79,7 +79,8 @@ def redistribute_policy(policy: Policy) -> AbstractContextManager[None]:
 
 
 def implicit_replication() -> AbstractContextManager[None]:
-    """Inside, a plain tensor that meets a DTensor counts as Replicate: the caller vouches that all ranks hold the same."""
+    """Inside, a plain tensor that meets a DTensor counts as Replicate: the caller vouches that all ranks hold the
+    same."""
     return _Switched(replicate_plain=True)
 
 

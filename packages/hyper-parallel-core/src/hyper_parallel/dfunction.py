@@ -29,13 +29,15 @@ __all__ = ["DFunction"]
 class DFunction(torch.autograd.Function):
     """An autograd function whose ``forward`` and ``backward`` see this rank's local tensors.
 
-    Plain tensors take PyTorch's own path. With a DTensor anywhere in the arguments the :class:`DistributedOp` registered
-    under ``_op_name`` gives the outputs' layouts, and inputs that every rank uses for different work are converted so that
-    their gradients are summed.
+    Plain tensors take PyTorch's own path. With a DTensor anywhere in the arguments the :class:`DistributedOp`
+    registered
+    under ``_op_name`` gives the outputs' layouts, and inputs that every rank uses for different work are converted
+    so that their gradients are summed.
 
     Attributes:
         _op_name: name of the registered DistributedOp.
-        grad_placements: optional; per tensor input, the placements (one per mesh axis) of the gradient that ``backward``
+        grad_placements: optional; per tensor input, the placements (one per mesh axis) of the gradient that
+            ``backward``
             returns for it, or None for the rule's own. Say ``Replicate()`` where ``backward`` reduces by itself.
 
     Raises:

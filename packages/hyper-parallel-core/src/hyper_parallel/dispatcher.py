@@ -1,8 +1,8 @@
 """The dispatcher: from a torch function on DTensors to the local call.
 
 A warm call is one dictionary lookup: the key holds the specs of the DTensors (by identity), which of them need a
-gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.plan.Plan`: the function to run on the local
-tensors and the specs of what comes out.
+gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.plan.Plan`: the function to run on the
+local tensors and the specs of what comes out.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, by_value: i
     """Append the cache key and the local form of each value.
 
     Returns:
-        0, or at once what was met: a plain tensor that does not count as a replica, or a pending sum that was reduced once
+        0, or at once what was met: a plain tensor that does not count as a replica, or a pending sum that was
+            reduced once
         (the operator then takes the reduced form, so that no second reduction follows).
     """
     for value in values:
@@ -265,7 +266,8 @@ def _into_plain(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     dispatch(rule.func, new_args, new_kwargs)
     if new_args[0]._spec is not before:
         raise TypeError(
-            f"{rule.name}: an in-place operator on a plain tensor with a DTensor that is sharded, pending or varying; the "
+            f"{rule.name}: an in-place operator on a plain tensor with a DTensor that is sharded, pending or varying; "
+            "the "
             "plain tensor cannot hold the result. Make the target a DTensor"
         )
     return target

@@ -57,7 +57,8 @@ class DTensor(torch.Tensor):
     _origin: Any = None
     # The DTensor of which this one is a view.
     _base_dtensor: Any = None
-    # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not written to.
+    # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not
+    # written to.
     _copied_by: str | None = None
     # The DTensor whose ``.data`` this is.
     _tracked: Any = None
@@ -274,7 +275,8 @@ class DTensor(torch.Tensor):
         return iter(self.unbind(0))
 
     def __format__(self, format_spec: str) -> str:
-        """``f"{loss:.3f}"`` formats the number of a 0-dim tensor, as ``item()`` gives it; ``f"{x}"`` is the ``repr``."""
+        """``f"{loss:.3f}"`` formats the number of a 0-dim tensor, as ``item()`` gives it; ``f"{x}"`` is the
+        ``repr``."""
         return (
             format(self.item(), format_spec) if format_spec and self.ndim == 0 else object.__format__(self, format_spec)
         )
@@ -557,7 +559,7 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
     if found is not None:
         version, own, result = found
         if version == local._version and own == result._local._version:
-            return result  # type: ignore[no-any-return]
+            return result
     spec = target_spec(old, layout, varying)
     if spec is old:
         return tensor
@@ -569,7 +571,8 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
 
 
 def reduced_form(tensor: DTensor) -> DTensor:
-    """A pending reduction that was carried out once, in its reduced form while that is current; else the tensor itself."""
+    """A pending reduction that was carried out once, in its reduced form while that is current; else the tensor
+    itself."""
     if tensor._reduced is None:
         return tensor
     grad, version, own, result = tensor._reduced
@@ -599,7 +602,8 @@ def _global_shape(
 
 
 def _check_shapes_agree(fits: bool, layout: Layout, shape: tuple[int, ...]) -> None:
-    """Raise ValueError on every rank when the ranks give different global shapes, or one of them holds a wrong piece."""
+    """Raise ValueError on every rank when the ranks give different global shapes, or one of them holds a wrong
+    piece."""
     info = layout.info
     everyone = info.group(tuple(range(info.ndim)))
     extremes = torch.tensor([int(not fits), *shape, *(-s for s in shape)], device=info.default_device())

@@ -132,14 +132,16 @@ class _Sharded:
             return value
         if not isinstance(value, DTensor):
             raise TypeError(
-                f"{self.name}: argument {position} has a layout in in_layouts but is a {type(value).__name__}, no DTensor"
+                f"{self.name}: argument {position} has a layout in in_layouts but is a {type(value).__name__}, no "
+                "DTensor"
             )
         layout = self._layout(declared, value.ndim, value)
         if value.layout is layout:
             return value
         if not self.may_move:
             raise RedistributionError(
-                f"{self.name}: argument {position} is laid out as {value.layout}, in_layouts wants {layout}; redistribute it, "
+                f"{self.name}: argument {position} is laid out as {value.layout}, in_layouts wants {layout}; "
+                "redistribute it, "
                 "or allow it with redistribute_inputs=True",
                 op_name=self.name,
                 layouts=[value.layout],
@@ -150,7 +152,8 @@ class _Sharded:
         return as_layout(declared if isinstance(declared, Layout) else self.mesh or like.device_mesh, declared, ndim)
 
     def _varied(self, values: list[Any], tensors: list[DTensor]) -> list[Any]:
-        """Inputs that are Replicate where another is not enter as varying, so that their gradient's terms are summed."""
+        """Inputs that are Replicate where another is not enter as varying, so that their gradient's terms are
+        summed."""
         needed = iter(vary_axes(tensors))
         result = []
         for position, value in enumerate(values):

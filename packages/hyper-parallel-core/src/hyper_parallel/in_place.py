@@ -63,8 +63,10 @@ def before_write(target: DTensor) -> None:
     name = root._copied_by
     if name is not None:
         raise RuntimeError(
-            f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write would be "
-            "lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy is to change"
+            f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write "
+            "would be "
+            "lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy is to "
+            "change"
         )
 
 

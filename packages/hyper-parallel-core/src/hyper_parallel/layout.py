@@ -340,7 +340,8 @@ def _normalise(info: MeshInfo, placements: Sequence[Placement], ndim: int) -> tu
         placements = (placements,)
     if len(placements) != info.ndim:
         raise ValueError(
-            f"{len(placements)} placements {tuple(placements)} for a mesh of {info.ndim} axes {info.names}: give one per axis"
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {info.ndim} axes {info.names}: give one "
+            "per axis"
         )
     fixed = []
     for axis, placement in enumerate(placements):

@@ -100,7 +100,8 @@ class MeshInfo:
         return AxisGroup(axes, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
 
     def axes_beyond(self, other: MeshInfo) -> tuple[int, ...] | None:
-        """Axes of this mesh that ``other`` lacks, when ``other`` is a sub-mesh of it (same names, same ranks); else None."""
+        """Axes of this mesh that ``other`` lacks, when ``other`` is a sub-mesh of it (same names, same ranks); else
+        None."""
         if other is self:
             return ()
         if not set(other.names) <= set(self.names) or self.coordinate is None:

@@ -30,7 +30,8 @@ def common_mesh(call: Call) -> MeshInfo | None:
             raise refuse(
                 call,
                 f"the inputs are on different meshes: {smallest!r}, and input {index} on {layout.info!r}",
-                "build them on one mesh; a tensor on a larger mesh can join an operator on a sub-mesh of it (mesh['tp']) when it "
+                "build them on one mesh; a tensor on a larger mesh can join an operator on a sub-mesh of it "
+                "(mesh['tp']) when it "
                 "is Replicate over the other axes",
             )
     return smallest
@@ -42,8 +43,8 @@ def on_mesh(args: Sequence[Any], kwargs: dict[str, Any], info: MeshInfo) -> tupl
 
 
 def to_sub_mesh(tensor: DTensor, info: MeshInfo) -> DTensor:
-    """A tensor that is Replicate over a mesh's extra axes, on the sub-mesh: every sub-mesh gets its copy, and the gradients
-    of the copies are summed."""
+    """A tensor that is Replicate over a mesh's extra axes, on the sub-mesh: every sub-mesh gets its copy, and the
+    gradients of the copies are summed."""
     layout = tensor.layout
     extra = layout.info.axes_beyond(info)
     if not extra:

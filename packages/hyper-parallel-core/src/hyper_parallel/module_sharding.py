@@ -33,9 +33,9 @@ class ShardingPlan:
 
     Attributes:
         plan: parameter name -> layout, e.g. ``{"layers.*.mlp.up_proj.weight": [Shard(0)]}``.
-        input_plan: ``"<module>.input"`` (or the module's name, ``""`` for the root) -> layouts of its inputs: a tuple, one
-            per positional argument (None: leave as it is), or a mapping from argument names. DTensors are redistributed;
-            a plain tensor is taken as this rank's piece in that layout.
+        input_plan: ``"<module>.input"`` (or the module's name, ``""`` for the root) -> layouts of its inputs: a
+            tuple, one per positional argument (None: leave as it is), or a mapping from argument names. DTensors are
+            redistributed; a plain tensor is taken as this rank's piece in that layout.
         output_plan: ``"<module>.output"`` -> layout of the output, or a tuple for several.
         return_local_tensor: modules (names, globs) whose outputs become plain local tensors, pending reductions carried
             out; True for the root.
@@ -62,14 +62,15 @@ def shard_module(
         shard_module(model, {"forward": {"input": (x,), "mlp.gate.input": (y,), "output": z},
                              "parameter": {"weight": w}})          # Layouts, which carry their mesh
 
-    Parameters that no name of the plan means become Replicate. Inside the model's forward plain tensors (buffers, masks,
-    position ids) count as Replicate. At world size 1 the model is returned as it is.
+    Parameters that no name of the plan means become Replicate. Inside the model's forward plain tensors (buffers,
+    masks, position ids) count as Replicate. At world size 1 the model is returned as it is.
 
     Args:
         model: the module; its parameters may be on the meta device.
         mesh_or_plan: the mesh, or a plan of Layouts.
         plan: the plan, when the mesh comes first.
-        src_data_rank: rank along every mesh axis whose parameters count (see ``distribute_tensor``); None: each rank's own.
+        src_data_rank: rank along every mesh axis whose parameters count (see ``distribute_tensor``); None: each
+            rank's own.
 
     Raises:
         TypeError: the plan is of another kind.
@@ -92,7 +93,8 @@ def shard_module(
             module.register_forward_hook(_output_hook(mesh, outputs[name]))
         if name in local:
             module.register_forward_hook(lambda mod, args, out: _map(out, lambda t: t.reduce_partial().to_local()))
-        # Modules with children, not only the root: activation checkpointing calls them again, outside the root's forward.
+        # Modules with children, not only the root: activation checkpointing calls them again, outside the root's
+        # forward.
         if name == "" or next(module.children(), None) is not None:
             module.forward = _replicating(module.forward)
     model.register_forward_pre_hook(_check_entry(mesh, inputs.get("")), with_kwargs=True, prepend=True)
@@ -242,7 +244,8 @@ class Boundary:
     Args:
         declared: :class:`Layout` or placements; None leaves values as they are.
         mesh: the mesh of placements.
-        user: the module that will use the value. Where its own parameters are sharded and the value is Replicate, each rank
+        user: the module that will use the value. Where its own parameters are sharded and the value is Replicate,
+            each rank
             does different work with it, so its gradient is asked for in terms: the backward of a gather is then one
             reduce-scatter.
     """
@@ -274,7 +277,8 @@ class Boundary:
 
 
 def _sharded_axes(module: nn.Module, layout: Layout) -> set[int]:
-    """Axes that shard a parameter of the module or of a child: the projections of an attention block are its children."""
+    """Axes that shard a parameter of the module or of a child: the projections of an attention block are its
+    children."""
     owners = (module, *module.children())
     return {
         axis
@@ -305,7 +309,8 @@ def _input_hook(name: str, module: nn.Module, mesh: DeviceMesh, declared: Any) -
     def by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hooked:
         if len(placed) > len(args):
             raise ValueError(
-                f"module {name!r}: the plan lays out {len(placed)} positional inputs, called with {len(args)} and keywords "
+                f"module {name!r}: the plan lays out {len(placed)} positional inputs, called with {len(args)} and "
+                "keywords "
                 f"{sorted(kwargs)}; use a mapping from argument names"
             )
         return (*(place(a) for place, a in zip(placed, args, strict=False)), *args[len(placed) :]), kwargs
@@ -346,7 +351,8 @@ def _check_entry(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
         loose += [k for k, v in kwargs.items() if _is_plain(v) and k not in covered]
         if loose:
             raise ValueError(
-                f"{type(module).__name__}: plain tensor inputs ({', '.join(loose)}) on a mesh with data axes {tuple(data_axes)}. "
+                f"{type(module).__name__}: plain tensor inputs ({', '.join(loose)}) on a mesh with data axes "
+                f"{tuple(data_axes)}. "
                 "Is it this rank's part of the batch, or the same on all ranks? Pass a DTensor "
                 "(DTensor.from_local(x, mesh, placements), distribute_tensor) or name its layout in the plan's inputs"
             )

@@ -21,8 +21,8 @@ class DistributedOp:
     """The rule of one operator. Constructing one registers it under ``op_name``.
 
     A subclass overrides :meth:`infer_layout`, and where the operator communicates or changes its arguments
-    :meth:`get_expand_impl`. The older two-argument form ``infer_layout(layouts, extra_args)``, which returns a Layout or a
-    tuple of them, is accepted and gives the same result.
+    :meth:`get_expand_impl`. The older two-argument form ``infer_layout(layouts, extra_args)``, which returns a
+    Layout or a tuple of them, is accepted and gives the same result.
 
     Attributes:
         op_name: name under which it is registered; a bare name stands for every torch function of that name.
@@ -100,7 +100,8 @@ class DistributedOp:
         for index, layout in enumerate(layouts):
             if isinstance(layout, Layout) and layout.is_partial():
                 raise ValueError(
-                    f"{self.op_name}: input {index} has a pending reduction ({layout}), which this operator cannot use: "
+                    f"{self.op_name}: input {index} has a pending reduction ({layout}), which this operator cannot "
+                    "use: "
                     "call .reduce_partial() on it first"
                 )
 
@@ -125,5 +126,6 @@ class FunctionOp(DistributedOp):
     """
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of ``func(*args, **kwargs)``; some arguments are DTensors, the others are as the user passed them."""
+        """The result of ``func(*args, **kwargs)``; some arguments are DTensors, the others are as the user passed
+        them."""
         raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define run")

@@ -55,7 +55,8 @@ class PackedShard(Shard):
 
 
 def is_shard(placement: object) -> TypeGuard[Shard]:
-    """Whether the axis holds slices (plain or packed). As fast as a class test: torch's placements have a slow isinstance."""
+    """Whether the axis holds slices (plain or packed). As fast as a class test: torch's placements have a slow
+    isinstance."""
     kind = placement.__class__
     return kind is Shard or kind is PackedShard
 

@@ -1,6 +1,7 @@
 """Change a DTensor's layout, with a backward that is the exact dual.
 
-A forward transition A -> B on values has the backward dual(B) -> dual(A) on gradients (:func:`hyper_parallel.spec.dual`),
+A forward transition A -> B on values has the backward dual(B) -> dual(A) on gradients
+(:func:`hyper_parallel.spec.dual`),
 itself such a transition, so second derivatives are right. One autograd function covers all pairs: all-gather against
 slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all against all-to-all, and so on.
 """
@@ -134,7 +135,8 @@ def _only_sums(local: torch.Tensor, src: Typed) -> tuple[torch.Tensor, Typed]:
         if is_partial(placement) and placement.reduce_op != "sum":
             if placement.reduce_op != "avg":
                 raise RedistributionError(
-                    f"a gradient cannot pass a pending {placement.reduce_op} (mesh axis {layout.mesh_dim_names[axis]!r}): "
+                    f"a gradient cannot pass a pending {placement.reduce_op} (mesh axis "
+                    f"{layout.mesh_dim_names[axis]!r}): "
                     "use the operator on a tensor that is not sharded along the reduced dimension, or detach() first"
                 )
             scale *= layout.mesh_shape[axis]
@@ -190,7 +192,8 @@ def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: An
         if grad != held if is_shard(held) else grad not in (Replicate(), Partial()):
             allowed = repr(held) if is_shard(held) else "Replicate() or Partial()"
             raise ValueError(
-                f"grad_placements on mesh axis {name!r}: the gradient of a local tensor with {held!r} has its shape and is "
+                f"grad_placements on mesh axis {name!r}: the gradient of a local tensor with {held!r} has its shape "
+                "and is "
                 f"{allowed}, not {grad!r}"
             )
     return wanted, frozenset(a for a in duals if is_replicate(wanted.placements[a]))

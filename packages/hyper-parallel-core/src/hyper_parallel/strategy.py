@@ -13,8 +13,8 @@
 
 Inputs that a row does not name are Replicate, and "everything Replicate" is always legal. The engine matches every mesh
 axis on its own (so the work grows linearly with the mesh's rank), then checks the axes jointly: operands that share a
-dimension must be sharded by the same axes in the same order. It picks the cheapest redistribution that the policy allows
-and writes the error when there is none.
+dimension must be sharded by the same axes in the same order. It picks the cheapest redistribution that the policy
+allows and writes the error when there is none.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class LayoutOp(DistributedOp):
 
     Attributes:
         signature: parameter names, when the rule reads arguments by name.
-        scalars_matter: whether an int argument (beyond its type) can change a layout. False lets ``x * 3`` and ``x * 4``
-            share a cache entry.
-        floats_matter: whether a float argument can change one too (the order of a norm). A rule that reads a float while
-            this is False must read it from the local arguments.
+        scalars_matter: whether an int argument (beyond its type) can change a layout. False lets ``x * 3`` and ``x *
+            4`` share a cache entry.
+        floats_matter: whether a float argument can change one too (the order of a norm). A rule that reads a float
+            while this is False must read it from the local arguments.
         uncounted: names or positions of tensor inputs read only for dtype, device or shape.
         makes_views: whether the result may share memory with the first input.
     """
@@ -403,8 +403,10 @@ def _check_policy(call: Call, targets: Sequence[Layout], rows: Iterable[_Row]) -
                 names = call.info.names
                 raise refuse(
                     call,
-                    f"input {index} would have to change from {spec.layout} to {target}, so that operands which share a "
-                    f"dimension are sharded by the same mesh axes ({', '.join(names[a] for a in want)}) in the same order",
+                    f"input {index} would have to change from {spec.layout} to {target}, so that operands which share "
+                    "a "
+                    f"dimension are sharded by the same mesh axes ({', '.join(names[a] for a in want)}) in the same "
+                    "order",
                     f"redistribute input {index} to that layout, or use redistribute_policy('auto')",
                 )
 

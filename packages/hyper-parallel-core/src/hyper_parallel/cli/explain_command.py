@@ -8,7 +8,8 @@ import inspect
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -120,13 +121,19 @@ def _lines(step: OpStep) -> list[tuple[str, str]]:
     if step.inputs:
         lines.append(("in", "   ".join(step.inputs)))
     paid = {collective.change for collective in step.collectives}
-    lines += [("move", change if change in paid else f"{change}, free") for change in step.changes]
-    lines += [("comm", str(collective)) for collective in step.collectives]
+    moves = [change if change in paid else f"{change}, free" for change in step.changes]
+    lines += [("move", text) for text in _counted(moves)]
+    lines += [("comm", text) for text in _counted(map(str, step.collectives))]
     if step.outputs:
         lines.append(("out", "   ".join(step.outputs)))
     if step.error:
         lines += [("error", line) for line in step.error.splitlines()]
     return lines
+
+
+def _counted(texts: Iterable[str]) -> list[str]:
+    """Equal texts once, with their number."""
+    return [text if times == 1 else f"{text}  x{times}" for text, times in Counter(texts).items()]
 
 
 _TOTALS = ("collective", "calls", "bytes", "axes")

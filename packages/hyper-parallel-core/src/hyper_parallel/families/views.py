@@ -16,7 +16,8 @@ from hyper_parallel.strategy import LayoutOp
 
 
 def dim_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of old and new dims that hold the same elements: ``[2, 12] -> [2, 3, 4]`` is ``[([0], [0]), ([1], [1, 2])]``.
+    """Smallest runs of old and new dims that hold the same elements: ``[2, 12] -> [2, 3, 4]`` is ``[([0], [0]),
+    ([1], [1, 2])]``.
 
     With a size of 0 somewhere everything is one group.
     """
@@ -44,10 +45,11 @@ def dim_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], 
 
 
 class Reshape(LayoutOp):
-    """Reshape by global sizes: ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze``, ``view_as``.
+    """Reshape by global sizes: ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze``,
+    ``view_as``.
 
-    The output shape is that of the function on meta tensors. Shards follow their elements: a split gives the axes to the
-    new dims outermost first; flattening a sharded inner dim gives a :class:`PackedShard`. Pending reductions pass.
+    The output shape is that of the function on meta tensors. Shards follow their elements: a split gives the axes to
+    the new dims outermost first; flattening a sharded inner dim gives a :class:`PackedShard`. Pending reductions pass.
     """
 
     # view_as and reshape_as read only the shape of the second tensor.
