@@ -56,6 +56,15 @@ def test_operator_conforms_on_threads_as_on_processes(rules):
     check_op(ranks, torch.mul, tensor(5, 6), tensor(6), meshes=((2,), (2, 2)), max_layouts=20)
 
 
+def numbers():
+    return torch.randn(3).tolist(), torch.nn.Linear(2, 2).weight.tolist(), torch.randperm(9).tolist()
+
+
+def test_every_rank_draws_the_same_numbers():
+    found = ranks(3, numbers)
+    assert found[0] == found[1] == found[2] == ranks(3, numbers)[0]
+
+
 def plans():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = distribute_tensor(torch.ones(4), mesh, [Replicate()])

@@ -13,6 +13,7 @@ from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.spec import Spec, make_spec
+from hyper_parallel.structures import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from hyper_parallel.plan import Rule
@@ -20,28 +21,12 @@ if TYPE_CHECKING:
 
 def local_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with local tensors in the place of DTensors."""
-    return tuple(_local(a) for a in args), {k: _local(v) for k, v in kwargs.items()}
-
-
-def _local(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._resolve()
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(_local(v) for v in value)
-    return value
+    return map_arguments(args, kwargs, lambda tensor: tensor._resolve())
 
 
 def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     local_args, local_kwargs = local_arguments(args, kwargs)
     return func(*local_args, **local_kwargs)
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(map_tensors(v, change) for v in value)
-    return value
 
 
 def map_arguments(
@@ -104,12 +89,7 @@ def make_call_of(tensors: Sequence[DTensor]) -> Call:
 
 def first_dtensor(args: Any, kwargs: dict[str, Any]) -> DTensor:
     """The DTensor whose mesh plain tensors join."""
-    found: list[DTensor] = []
-    for value in (*args, *kwargs.values()):
-        map_tensors(value, lambda t: found.append(t) if isinstance(t, DTensor) else None)
-        if found:
-            break
-    return found[0]
+    return next(t for t in tensors_of((list(args), kwargs)) if isinstance(t, DTensor))
 
 
 def counts_as_replica(tensor: torch.Tensor, grad: bool) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hyper_parallel.placements import is_partial
 from hyper_parallel.wrapper_graph import joined, same_as
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def settle(tensor: DTensor) -> None:
     if isinstance(mark, InFlight):
         mark.pending.wait()
         if tensor._origin is not None:  # completing the result counted as a write to it
-            tensor._origin = (*tensor._origin[:2], tensor._local._version)
+            tensor._origin.completed(tensor._local)
         mark = tensor._pending = mark.mark
     if mark is not None and torch.is_grad_enabled() and wrapper_requires_grad(tensor):
         _join(tensor, mark)
@@ -159,9 +160,19 @@ def _roots(tensors: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[An
     given = [None] * len(tensors) if grads is None else list(grads)
     roots, seeds = [], []
     for tensor, grad in zip(tensors, given, strict=True):
+        if isinstance(tensor, DTensor):
+            tensor = _only_sums_pending(tensor)
         roots.append(with_history(tensor) if isinstance(tensor, DTensor) else tensor)
         seeds.append(_seed(tensor, grad) if isinstance(tensor, DTensor) else grad)
     return roots, seeds
+
+
+def _only_sums_pending(tensor: DTensor) -> DTensor:
+    """A pending average, maximum and so on is reduced before a gradient enters it; only sums carry gradients."""
+    if all(not is_partial(p) or p.reduce_op == "sum" for p in tensor.placements):
+        return tensor
+    with torch.enable_grad():
+        return tensor.reduce_partial()
 
 
 def with_history(tensor: DTensor) -> torch.Tensor:

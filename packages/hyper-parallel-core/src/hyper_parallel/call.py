@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hyper_parallel.context import Mode
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout
 from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.spec import Spec
+from hyper_parallel.structures import rebuilt
 
 _MISSING = object()
 
@@ -87,6 +90,7 @@ class Call:
         self.inputs, self.needs_grad, self.mode, self.inplace = inputs, needs_grad, mode, inplace
         self._signature = signature
         self._bound: dict[str, Any] | None = None
+        self._meta_result: Any = _MISSING
         self.info: MeshInfo = inputs[0].layout.info
 
     @property
@@ -100,6 +104,19 @@ class Call:
             except TypeError as error:
                 raise TypeError(f"{self.name}() {error}") from None
         return self._bound
+
+    def meta_result(self, func: Callable[..., Any] | None = None) -> Any:
+        """What the call returns on meta tensors: global shapes, strides, dtypes, and whether outputs are views."""
+        if func is not None and func is not self.func:
+            return _on_meta(func, self.args, self.kwargs)
+        if self._meta_result is _MISSING:
+            self._meta_result = _on_meta(self.func, self.args, self.kwargs)
+        return self._meta_result
+
+    def output_shapes(self) -> list[tuple[int, ...]]:
+        """Global shapes of the tensors that the call returns."""
+        result = self.meta_result()
+        return [tuple(t.shape) for t in (result if isinstance(result, (tuple, list)) else (result,))]
 
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument by name; ``default`` when it was not passed."""
@@ -189,6 +206,22 @@ class Solution:
         return bool(self.invariant) and index in self.invariant[axis]
 
 
+def _on_meta(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        named = {name: _as_meta(value) for name, value in kwargs.items()}
+        if "device" in named:
+            named["device"] = "meta"
+        return func(*_as_meta(args), **named)
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return value.spec.meta
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return rebuilt(value, (_as_meta(v) for v in value))
+    return value
+
+
 def normal_dim(dim: int, ndim: int) -> int:
     """``dim`` counted from the front.
 
@@ -201,10 +234,11 @@ def normal_dim(dim: int, ndim: int) -> int:
     return dim % limit
 
 
-def refuse(call: Call, why: str, fix: str) -> RedistributionError:
+def refuse(call: Call, why: str, fix: str, strategies: Sequence[str] = ()) -> RedistributionError:
     """The standard one-screen error for inputs that an operator cannot take."""
     lines = [f"{call.name}: {why}"]
     for index, spec in enumerate(call.inputs):
         lines.append(f"  input {index}: shape {tuple(spec.shape)}, {spec.layout}")
     lines.append(f"  fix: {fix}")
-    return RedistributionError("\n".join(lines), op_name=call.name, layouts=[s.layout for s in call.inputs])
+    layouts = [spec.layout for spec in call.inputs]
+    return RedistributionError("\n".join(lines), op_name=call.name, layouts=layouts, strategies=strategies)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import first_dtensor, map_tensors, replica_spec
+from hyper_parallel.arguments import first_dtensor, replica_spec
 from hyper_parallel.dtensor import DTensor, remembered, wrap
 from hyper_parallel.in_place import vary_in_place
 from hyper_parallel.plan import Plan
+from hyper_parallel.structures import map_tensors
 
 
 def _as_dtensor(tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:

@@ -127,11 +127,6 @@ def per_thread(active: Any, running: Any) -> Iterator[None]:
         _active, _running = outer
 
 
-def is_tracing() -> bool:
-    """Whether some trace is active; callers build descriptions only then."""
-    return bool(_active)
-
-
 def user_line() -> str:
     """``file:line`` of the innermost frame outside this library and torch."""
     frame: FrameType | None = sys._getframe(1)

@@ -12,18 +12,20 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import counts_as_replica, lifted, map_arguments, on_locals
+from hyper_parallel.arguments import lifted, map_arguments, on_locals
 from hyper_parallel.autograd_bridge import Marks
+from hyper_parallel.cache_key import PLAIN, REDUCED, scan
 from hyper_parallel.changes import changed
 from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor, reduced_form
 from hyper_parallel.errors import MissingOpError
-from hyper_parallel.in_place import note_base, run_inplace
+from hyper_parallel.in_place import before_write, note_base, run_inplace
 from hyper_parallel.meshes import on_mesh
 from hyper_parallel.metadata import handler_of
 from hyper_parallel.op import FunctionOp
 from hyper_parallel.plan import CACHE_LIMIT, Rule, finish, make_plan, wrap_many
 from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
+from hyper_parallel.structures import tensors_of
 from hyper_parallel.three_phases import Again, three_phases
 
 __all__ = ["dispatch", "register_function"]
@@ -54,19 +56,19 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     copied = False
     use_reduced = rule.use_reduced
     while True:
-        key: list[Any] = [grad, mode]
+        key: list[Any] = [grad, mode, solution is None]
         local_args: list[Any] = []
         local_kwargs: dict[str, Any] = {}
-        met = _scan(args, key, local_args, grad, rule.by_value, use_reduced)
+        met = scan(args, key, local_args, grad, rule.by_value, use_reduced)
         if kwargs and not met:
             values: list[Any] = []
             for name in kwargs:
                 key.append(name)
-            met = _scan(kwargs.values(), key, values, grad, rule.by_value, use_reduced)
+            met = scan(kwargs.values(), key, values, grad, rule.by_value, use_reduced)
             local_kwargs = dict(zip(kwargs, values, strict=True)) if not met else {}
-        if met == _PLAIN:
+        if met == PLAIN:
             return dispatch(func, *lifted(rule.name, rule.op, args, kwargs or {}))
-        if met == _REDUCED:
+        if met == REDUCED:
             args, kwargs = map_arguments(args, kwargs or {}, reduced_form)
             use_reduced = False
             continue
@@ -112,68 +114,6 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if plan.is_view:
         note_base(result, args[0], rule.name if copied else None)
     return result
-
-
-_PLAIN, _REDUCED = 1, 2
-_BY_VALUE = frozenset([bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout])
-
-
-def _scan(values: Any, key: list[Any], local: list[Any], grad: bool, by_value: int, use_reduced: bool) -> int:
-    """Append the cache key and the local form of each value.
-
-    Returns:
-        0, or at once what was met: a plain tensor that does not count as a replica, or a pending sum that was
-            reduced once
-        (the operator then takes the reduced form, so that no second reduction follows).
-    """
-    for value in values:
-        kind = value.__class__
-        if kind is DTensor:
-            if use_reduced and value._reduced is not None and reduced_form(value) is not value:
-                return _REDUCED
-            tensor = value._local if value._pending is None else value._resolve()
-            key.append(value._spec)
-            if grad:
-                key.append(tensor.requires_grad)
-            local.append(tensor)
-        elif kind is float:
-            key.append(kind)
-            if by_value == 2:
-                key.append(value)
-            local.append(value)
-        elif kind is int:
-            key.append(kind)
-            if by_value:
-                key.append(value)
-            local.append(value)
-        elif kind in _BY_VALUE:
-            key.append(kind)
-            key.append(value)
-            local.append(value)
-        elif kind is tuple or kind is list or kind is torch.Size:
-            key.append(kind)
-            key.append(len(value))
-            inner: list[Any] = []
-            met = _scan(value, key, inner, grad, by_value, use_reduced)
-            if met:
-                return met
-            local.append(inner if kind is list else tuple(inner))
-        elif isinstance(value, torch.Tensor):  # a plain one
-            if not counts_as_replica(value, grad):
-                return _PLAIN
-            key += (kind, value.shape, value.stride(), value.dtype, grad and value.requires_grad)
-            local.append(value)
-        elif kind is slice:
-            key.append(kind)
-            # A tensor as bound is read here: the layout of the result depends on its value.
-            bounds = [int(b) if isinstance(b, torch.Tensor) else b for b in (value.start, value.stop, value.step)]
-            key.extend(bounds)
-            local.append(slice(*bounds))
-        else:
-            key.append(kind)
-            key.append(value if getattr(value, "__hash__", None) else id(value))
-            local.append(value)
-    return 0
 
 
 # -- finding the rule ---------------------------------------------------------------------------------------------
@@ -239,6 +179,12 @@ LISTENERS.append(forget_rules)
 def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The ``out=`` form: compute, then write into the given DTensors, whose layout stays."""
     out = kwargs["out"]
+    if _grad_enabled() and any(t.requires_grad for t in tensors_of((args, kwargs))):
+        # As PyTorch says it.
+        raise RuntimeError(
+            "functions with out=... arguments don't support automatic differentiation, but one of the arguments "
+            "requires grad."
+        )
     result = dispatch(func, args, {k: v for k, v in kwargs.items() if k != "out"})
     many = isinstance(out, (tuple, list))
     for target, value in zip(out if many else (out,), result if many else (result,), strict=True):
@@ -254,6 +200,7 @@ def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
                     f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them"
                 )
             value = value.redistribute(target.layout)
+        before_write(target)
         target._resolve().copy_(value._resolve())
     return out
 

@@ -49,14 +49,15 @@ class DTensor(torch.Tensor):
     _spec: Spec
     # What has to happen before the local tensor may be used; None in the common case.
     _pending: Any = None
-    # Converted forms that were computed once (see convert.py); never copied or pickled.
+    # Forms that were computed once (see remembered); never copied or pickled.
     _memo: dict[Any, Any] | None = None
     # Of a pending reduction: the form that was reduced once, with what it depends on.
-    _reduced: tuple[bool, int, int, DTensor] | None = None
-    # (local tensor, typed layout) that this tensor was redistributed from, so that a later use as varying can fuse.
-    _origin: Any = None
-    # The DTensor of which this one is a view.
+    _reduced: Form | None = None
+    # What this tensor was redistributed from, so that a later use as varying can fuse.
+    _origin: Origin | None = None
+    # The DTensor of which this one is a view, and the views of this one.
     _base_dtensor: Any = None
+    _views: list[weakref.ref[DTensor]] = []  # noqa: RUF012 - replaced by a list of its own before it grows
     # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not
     # written to.
     _copied_by: str | None = None
@@ -362,7 +363,9 @@ class DTensor(torch.Tensor):
 
     def detach(self) -> DTensor:
         """The same data without history."""
-        return wrap(self._resolve().detach(), self._spec)
+        detached = wrap(self._resolve().detach(), self._spec)
+        detached._tracked = self._tracked
+        return detached
 
     def detach_(self) -> DTensor:
         """Drop the history in place."""
@@ -373,6 +376,7 @@ class DTensor(torch.Tensor):
 
     def retain_grad(self) -> None:
         """Keep ``.grad`` of a non-leaf."""
+        self._origin = None  # the gradient must pass here
         autograd_bridge.with_history(self).retain_grad()
 
     @property
@@ -382,6 +386,7 @@ class DTensor(torch.Tensor):
 
     def register_hook(self, hook: Callable[[DTensor], Any]) -> Any:
         """Call ``hook`` with the gradient as a DTensor (Partial on varying axes); it may return another."""
+        self._origin = None  # the gradient must pass here
         spec = self._spec
 
         def local_hook(grad: torch.Tensor) -> torch.Tensor | None:
@@ -410,7 +415,7 @@ class DTensor(torch.Tensor):
     def data(self) -> DTensor:
         """The same data without history, untracked."""
         untracked = wrap(self._resolve().data, self._spec)
-        untracked._tracked = self
+        untracked._tracked = self if self._tracked is None else self._tracked
         return untracked
 
     @data.setter
@@ -421,10 +426,14 @@ class DTensor(torch.Tensor):
             )
         local, spec = self._resolve(), value._spec
         local.data = value._resolve().data
-        self._memo = self._reduced = self._origin = None
+        self._forget_forms()
         if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
             autograd_bridge.renew_wrapper(self, spec, local.device, self.requires_grad)
         self._spec = spec
+
+    def _forget_forms(self) -> None:
+        """The data changed in a way that its version does not tell."""
+        self._memo = self._reduced = self._origin = None
 
     def _resolve(self) -> torch.Tensor:
         """The local tensor, ready for use: waited for, and joined to the local autograd graph."""
@@ -531,53 +540,92 @@ def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
         return tensor
     local = tensor._resolve()
     src, dst = (old.layout, old.varying), (spec.layout, spec.varying)
-    if tensor._origin is not None and old.layout is spec.layout and torch.is_grad_enabled():
+    origin = tensor._origin
+    if origin is not None and old.layout is spec.layout and torch.is_grad_enabled() and origin.is_current(local):
         # Used as varying after a redistribution: one node from where it came from, with the value we have already.
-        source, source_type, version = tensor._origin
-        if local._version == version and source.requires_grad:
-            how = _How(value=local.detach())
-            local, src = source, source_type
+        how = _How(value=local.detach())
+        local, src = origin.local, origin.typed
     moved = transition(local, src, dst, old.shape, PLAIN if how is None else how)
     result = wrap(moved, spec)
     if how is not None and how.pending is not None:
         result._pending = autograd_bridge.InFlight(how.pending, result._pending)
-    if src[0] is not dst[0] and moved.requires_grad:
-        result._origin = (local, src, moved._version)
+    if src[0] is not dst[0] and moved.requires_grad and (how is None or how.backward_dtype is None):
+        result._origin = Origin(local, src, moved)
     return result
+
+
+class Origin:
+    """What a tensor was redistributed from: a later use as varying starts from there, unless one of the two changed."""
+
+    def __init__(self, local: torch.Tensor, typed: Any, moved: torch.Tensor) -> None:
+        self.local, self.typed = local, typed
+        self.versions = (local._version, moved._version)
+
+    def is_current(self, moved: torch.Tensor) -> bool:
+        """Whether neither was written to since."""
+        return self.local.requires_grad and self.versions == (self.local._version, moved._version)
+
+    def completed(self, moved: torch.Tensor) -> None:
+        """The result arrived, which counted as a write to it."""
+        self.versions = (self.versions[0], moved._version)
+
+
+class Form:
+    """A tensor in another layout, computed once."""
+
+    __slots__ = ("grad", "needed", "own", "result", "spec", "version")
+
+    def __init__(self, tensor: DTensor, result: DTensor) -> None:
+        self.result, self.spec, self.grad = result, tensor._spec, torch.is_grad_enabled()
+        self.needed, self.version, self.own = (
+            tensor._local.requires_grad,
+            tensor._local._version,
+            result._local._version,
+        )
+
+    def is_current(self, tensor: DTensor) -> bool:
+        """Whether it is what would be computed now. The same on all ranks: a write counts on each of them
+        (:func:`hyper_parallel.in_place.before_write`), also on those that hold nothing of what is written."""
+        local = tensor._local
+        return (
+            self.spec is tensor._spec
+            and self.grad == torch.is_grad_enabled()
+            and self.needed == local.requires_grad
+            and self.version == local._version
+            and self.own == self.result._local._version
+        )
 
 
 def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None = None) -> DTensor:
     """As :func:`convert`, computed once per tensor while its data does not change."""
     local = tensor._resolve()
-    grad = torch.is_grad_enabled()
     old = tensor._spec
-    key = (id(layout), varying, old, grad, local.requires_grad)
+    if local.is_inference():  # has no version that would tell of writes
+        return convert(tensor, target_spec(old, layout, varying))
     memo = tensor._memo
     if memo is None:
         memo = tensor._memo = {}
-    found = memo.get(key)
-    if found is not None:
-        version, own, result = found
-        if version == local._version and own == result._local._version:
-            return result
+    key = (id(layout), varying, torch.is_grad_enabled(), local.requires_grad)
+    form: Form | None = memo.get(key)
+    if form is not None and form.is_current(tensor):
+        return form.result
     spec = target_spec(old, layout, varying)
     if spec is old:
         return tensor
     result = convert(tensor, spec)
-    memo[key] = (local._version, result._local._version, result)
+    if result._local.is_inference():
+        return result
+    memo[key] = form = Form(tensor, result)
     if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:
-        tensor._reduced = (grad, *memo[key])
+        tensor._reduced = form
     return result
 
 
 def reduced_form(tensor: DTensor) -> DTensor:
     """A pending reduction that was carried out once, in its reduced form while that is current; else the tensor
     itself."""
-    if tensor._reduced is None:
-        return tensor
-    grad, version, own, result = tensor._reduced
-    current = grad == torch.is_grad_enabled() and tensor._local._version == version and result._local._version == own
-    return result if current else tensor
+    form = tensor._reduced
+    return tensor if form is None or not form.is_current(tensor) else form.result
 
 
 def _global_shape(

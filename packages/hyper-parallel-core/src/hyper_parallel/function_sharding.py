@@ -160,10 +160,9 @@ class _Sharded:
             if isinstance(value, DTensor):
                 axes = next(needed)
                 given = self.gradients[position] if self.gradients and position < len(self.gradients) else None
-                if given is not None:
-                    axes = varying_axes(value.layout, given)
-                if axes - value._spec.varying:
-                    value = remembered(value, value.layout, axes | value._spec.varying)
+                axes = axes | value._spec.varying if given is None else varying_axes(value.layout, given)
+                if axes != value._spec.varying:
+                    value = remembered(value, value.layout, axes)
             result.append(value)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,12 @@ def note_base(view: DTensor, base: DTensor, copied_by: str | None) -> None:
     """Whose view a view is; with ``copied_by``, that it is none because its input had to be redistributed."""
     if copied_by is not None:
         view._copied_by = copied_by
-    else:
-        view._base_dtensor = _root(base) if isinstance(base, DTensor) else None
+    elif isinstance(base, DTensor):
+        root = _root(base)
+        view._base_dtensor = root
+        if len(root._views) % 64 == 0:  # a parameter is transposed again and again
+            root._views = [other for other in root._views if other() is not None]
+        root._views.append(weakref.ref(view))
 
 
 def _root(tensor: DTensor) -> DTensor:
@@ -56,7 +61,12 @@ def before_write(target: DTensor) -> None:
     """
     root = _root(target)
     if root._tracked is not None:  # a write through .data, which the version counter does not see
-        root._tracked._memo = root._tracked._reduced = None
+        root._tracked._forget_forms()
+    local = target._resolve()
+    if not local.is_inference():
+        # Also on ranks that hold nothing of what is written: whether a remembered form is current is decided by the
+        # version, and must be decided alike.
+        torch.autograd.graph.increment_version(local)
     autograd_bridge.before_write(target)
     if root is not target:
         autograd_bridge.before_write(root)
@@ -64,14 +74,16 @@ def before_write(target: DTensor) -> None:
     if name is not None:
         raise RuntimeError(
             f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write "
-            "would be "
-            "lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy is to "
-            "change"
+            "would be lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy "
+            "is to change"
         )
 
 
 def _flag_varying(target: DTensor, varying: frozenset[int]) -> None:
-    for tensor in {id(t): t for t in (target, target._base_dtensor) if t is not None}.values():
+    """Views share one local gradient graph, so the whole family turns varying."""
+    root = _root(target)
+    family = [root, *(view for ref in root._views if (view := ref()) is not None)]
+    for tensor in family:
         tensor._spec = tensor._spec.replace(varying=tensor._spec.varying | varying)
 
 

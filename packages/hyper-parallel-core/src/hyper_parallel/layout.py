@@ -152,8 +152,7 @@ class Layout:
 
     def __call__(self, *aliases: Any, partial: Mapping[str, str] | None = None) -> Layout:
         """A tensor's layout on this mesh: per tensor dimension the name of the axis that shards it, a tuple of names
-        (outermost first), or ``"None"``. Placements may be given instead, one per mesh axis, with ``ndim`` unknown
-        they are refused: use :meth:`from_placements`."""
+        (outermost first), or ``"None"``."""
         names = self.mesh_dim_names
         placements: list[Placement] = [Replicate()] * len(names)
         order: list[tuple[int, ...]] = []
@@ -294,11 +293,8 @@ class Layout:
         mine, theirs = self._source, other._source
         if isinstance(mine, MeshInfo) and isinstance(theirs, MeshInfo):
             return False  # interned: equal ones are the same object
-        if (mine.shape, mine.names) != (theirs.shape, theirs.names):
-            return False
-        if isinstance(mine, _MeshDescription) and isinstance(theirs, _MeshDescription):
-            return (mine.ranks, mine.device_type) == (theirs.ranks, theirs.device_type)
-        return self.ndim >= 0 and self.bind() is other.bind()
+        # Compared by description: making a mesh communicates, and == may be called on one rank only.
+        return (mine.shape, mine.names, _ranks_of(mine)) == (theirs.shape, theirs.names, _ranks_of(theirs))
 
     def __hash__(self) -> int:
         return self._hash
@@ -322,6 +318,12 @@ class Layout:
         mesh = self.mesh
         where = (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
         return (_rebuild_layout, (*where, self.placements, self.ndim, self.shard_order))
+
+
+def _ranks_of(source: MeshInfo | _MeshDescription) -> tuple[int, ...]:
+    if isinstance(source, MeshInfo):
+        return tuple(source.mesh.mesh.flatten().tolist())
+    return tuple(range(math.prod(source.shape))) if source.ranks is None else source.ranks
 
 
 def _rebuild_layout(

@@ -23,6 +23,12 @@ def common_mesh(call: Call) -> MeshInfo | None:
     if len(infos) == 1:
         return None
     smallest = min(infos, key=lambda info: info.ndim)
+    if call.inplace and call.info is not smallest:
+        raise refuse(
+            call,
+            f"it writes its first argument, which is on the mesh {call.info!r}, with one on {smallest!r}",
+            "use the out-of-place form, or bring the others to the mesh of the first",
+        )
     for index, spec in enumerate(call.inputs):
         layout = spec.layout
         extra = layout.info.axes_beyond(smallest)

@@ -21,6 +21,7 @@ from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
 from hyper_parallel.placements import Placement, is_replicate, is_shard
 from hyper_parallel.redistribute import target_spec
+from hyper_parallel.structures import rebuilt
 
 __all__ = ["ShardingPlan", "shard_module"]
 
@@ -224,8 +225,7 @@ def _map(value: Any, change: Callable[[DTensor], Any]) -> Any:
         changed = {k: _map(v, change) for k, v in value.items()}
         return changed if type(value) is dict else type(value)(**changed)
     if isinstance(value, (tuple, list)):
-        items = [_map(v, change) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return rebuilt(value, [_map(v, change) for v in value])
     return value
 
 
@@ -325,8 +325,13 @@ def _output_hook(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return placed[0](output)
-        # One layout for the usual (hidden_states, ...) tuple means the first.
-        return type(output)([*(place(o) for place, o in zip(placed, output, strict=False)), *output[len(placed) :]])
+        # One layout for the usual (hidden_states, ...) means the first.
+        values = list(output.values() if isinstance(output, Mapping) else output)
+        values[: len(placed)] = [place(o) for place, o in zip(placed, values, strict=False)]
+        if isinstance(output, Mapping):
+            named = dict(zip(output, values, strict=True))
+            return named if type(output) is dict else type(output)(**named)
+        return rebuilt(output, values)
 
     return hook
 

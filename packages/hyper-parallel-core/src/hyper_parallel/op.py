@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from hyper_parallel.layout import Layout
+from hyper_parallel.structures import rebuilt
 
 __all__ = ["DistributedOp", "FunctionOp"]
 
@@ -114,7 +115,7 @@ def _local_form(value: Any, values: list[Any]) -> Any:
         values.append(value.layout)
         return value._resolve()
     if isinstance(value, (list, tuple)):
-        return type(value)(_local_form(v, values) for v in value)
+        return rebuilt(value, (_local_form(v, values) for v in value))
     values.append(value)
     return value
 

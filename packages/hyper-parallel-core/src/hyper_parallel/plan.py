@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.arguments import make_call, make_call_of
-from hyper_parallel.call import Call, Ref, Solution
+from hyper_parallel.call import Call, Ref, Solution, refuse
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout
 from hyper_parallel.mesh import MeshInfo
@@ -16,6 +16,7 @@ from hyper_parallel.meshes import common_mesh
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.placements import is_replicate
 from hyper_parallel.spec import NOT_VARYING, Spec, make_spec, stride_like
+from hyper_parallel.structures import rebuilt
 
 CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
 
@@ -76,6 +77,11 @@ def is_inplace(name: str) -> bool:
 
 def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> Plan:
     call = make_call(rule.op, rule, tuple(args), kwargs)
+    if rule.inplace and getattr(rule.op, "makes_views", False):
+        raise NotImplementedError(
+            f"{rule.name} changes the shape of a tensor in place, which a DTensor cannot: "
+            f"use x = x.{rule.name[:-1]}(...)"
+        )
     mesh = common_mesh(call) if rule.op.one_mesh else None
     if mesh is not None:
         plan = Plan()
@@ -95,6 +101,12 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
         varying = kept | needed[index]
         if target is not spec.layout or varying != spec.varying:
             changes.append((index, target, varying))
+            if rule.inplace and index == 0 and target is not spec.layout:
+                raise refuse(
+                    call,
+                    f"it writes its first argument, which would have to become {target}",
+                    "redistribute that tensor before, or use the out-of-place form",
+                )
     if changes:
         plan.changes, plan.solution = changes, solution
         plan.flat = all(a.__class__ is Ref for a in call.args[: changes[-1][0] + 1])
@@ -130,7 +142,7 @@ def finish(plan: Plan, out: Any) -> None:
 
 
 def needs_varying(call: Call, solution: Solution) -> list[frozenset[int]]:
-    """Per input the axes on which it must enter as varying (DESIGN of gradient types: "the rule").
+    """Per input the axes on which it must enter as varying: "the rule" of docs/gradient-types.md.
 
     On an axis where a counted input is sharded, pending or varying, every rank computes its own part, so the gradient
     of a Replicate input arrives in terms.
@@ -162,11 +174,7 @@ def vary_axes(tensors: Sequence[DTensor]) -> list[frozenset[int]]:
 
 def output_specs(rule: Rule, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
     """Specs of the outputs, their global shapes found by running the function on meta tensors."""
-    with torch.no_grad():
-        args, kwargs = meta_arguments(call.args), {k: meta_arguments(v) for k, v in call.kwargs.items()}
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
-        result = (solution.meta or rule.func)(*args, **kwargs)
+    result = call.meta_result(solution.meta)
     single = isinstance(result, torch.Tensor)
     results = (result,) if single else tuple(result) if isinstance(result, (tuple, list)) else ()
     specs: list[Spec | None] = []
@@ -209,20 +217,10 @@ def output_varying(call: Call, solution: Solution, layout: Layout, output: int) 
     return frozenset(varying)
 
 
-def meta_arguments(value: Any) -> Any:
-    if isinstance(value, Ref):
-        return value.spec.meta
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(meta_arguments(v) for v in value)
-    return value
-
-
 def wrap_many(out: Any, specs: tuple[Spec | None, ...]) -> Any:
     if not isinstance(out, (tuple, list)):
         return out
-    wrapped = [wrap_one(o, s) if s is not None else o for o, s in zip(out, specs, strict=True)]
-    kind = type(out)
-    return kind(wrapped) if kind in (tuple, list) or hasattr(kind, "n_sequence_fields") else kind(*wrapped)
+    return rebuilt(out, [wrap_one(o, s) if s is not None else o for o, s in zip(out, specs, strict=True)])
 
 
 def wrap_one(out: torch.Tensor, spec: Spec) -> DTensor:

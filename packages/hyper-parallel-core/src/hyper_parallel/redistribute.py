@@ -112,7 +112,7 @@ def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ..
         if src[0].is_partial():
             local, src = _only_sums(local, src)
         if dst[0].is_partial():
-            dst = (_sum_for_avg(dst[0]), dst[1])
+            dst = (_require_sums(dst[0]), dst[1])
     if src[0] is dst[0] and (not tracked or src[1] == dst[1]):
         return local
     if comm_trace._active:
@@ -146,7 +146,7 @@ def _only_sums(local: torch.Tensor, src: Typed) -> tuple[torch.Tensor, Typed]:
     return local / scale, (layout.with_placements(changes), varying)
 
 
-def _sum_for_avg(layout: Layout) -> Layout:
+def _require_sums(layout: Layout) -> Layout:
     if all(not is_partial(p) or p.reduce_op == "sum" for p in layout.placements):
         return layout
     raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")

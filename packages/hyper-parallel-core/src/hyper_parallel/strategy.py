@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.call import Call, Signature, Solution, refuse
-from hyper_parallel.context import Mode
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.placements import (
@@ -315,9 +314,9 @@ def _no_strategy(call: Call, rows: Iterable[_Row], axis: int) -> ValueError:
         fix = "redistribute(...) the inputs to one of these, or use redistribute_policy('auto')"
     else:
         fix = "x = x.redistribute(placements=[...]) before the call, or with redistribute_policy('auto'): ..."
-    listed = [str(row) for row in rows][:8]
-    why = f"no strategy takes ({current}) on mesh axis {name!r}; it takes\n    " + "\n    ".join(listed)
-    return refuse(call, why, fix)
+    listed = [str(row) for row in rows]
+    why = f"no strategy takes ({current}) on mesh axis {name!r}; it takes\n    " + "\n    ".join(listed[:8])
+    return refuse(call, why, fix, listed)
 
 
 # -- all axes together --------------------------------------------------------------------------------------------
@@ -409,8 +408,3 @@ def _check_policy(call: Call, targets: Sequence[Layout], rows: Iterable[_Row]) -
                     "order",
                     f"redistribute input {index} to that layout, or use redistribute_policy('auto')",
                 )
-
-
-def is_strict(mode: Mode) -> bool:
-    """Whether nothing may be communicated on an operator's own account."""
-    return mode.policy == "strict"

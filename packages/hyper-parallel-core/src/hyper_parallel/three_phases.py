@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.arguments import lifted, make_call
+from hyper_parallel.cache_key import scan
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.changes import changed
 from hyper_parallel.context import state
@@ -54,7 +55,10 @@ def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             for s in call.inputs
         ]
     local_args, local_kwargs, values = op.preprocess(args, kwargs)
-    key = (values, tuple(call.inputs), tuple(call.needs_grad), torch.is_grad_enabled(), state.mode)
+    parts: list[Any] = [torch.is_grad_enabled(), state.mode, *kwargs]
+    for given in (args, kwargs.values()):
+        scan(given, parts, [], torch.is_grad_enabled(), 2, False)
+    key = tuple(parts)
     found = rule.cache.get(key)
     if found is None:
         found = _infer_generic(rule, call, solution, values)
@@ -80,13 +84,13 @@ def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 def _infer_generic(rule: Rule, call: Call, solution: Solution, values: Any) -> tuple[Plan, Any]:
     plan = Plan()
     needed = needs_varying(call, solution)
-    for index, given in enumerate(rule.grad_placements or ()):
-        if given is not None:
-            needed[index] = varying_axes(call.inputs[index].layout, given)
-    changes = [
-        (i, t, frozenset(a for a in s.varying if is_replicate(t.placements[a])) | needed[i])
-        for i, (s, t) in enumerate(zip(call.inputs, solution.targets, strict=True))
-    ]
+    given = rule.grad_placements or ()
+    changes = []
+    for i, (s, t) in enumerate(zip(call.inputs, solution.targets, strict=True)):
+        varying = frozenset(a for a in s.varying if is_replicate(t.placements[a])) | needed[i]
+        if i < len(given) and given[i] is not None:
+            varying = varying_axes(t, given[i])  # the function's own word
+        changes.append((i, t, varying))
     changes = [c for c in changes if c[1] is not call.inputs[c[0]].layout or c[2] != call.inputs[c[0]].varying]
     if changes:
         plan.changes = changes

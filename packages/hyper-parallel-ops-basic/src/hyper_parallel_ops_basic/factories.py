@@ -11,7 +11,6 @@ from typing import Any
 
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.shapes import output_shapes
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.strategy import LayoutOp
@@ -37,7 +36,7 @@ class NewOfSize(LayoutOp):
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
-        (shape,) = output_shapes(call)
+        (shape,) = call.output_shapes()
         targets = [s.layout for s in call.inputs]
         if shape != tuple(spec.shape):
             return Solution(targets, [spec.layout.replicated(len(shape))], uncounted=frozenset([0]))
@@ -64,7 +63,7 @@ class NewTensor(LayoutOp):
     scalars_matter = False
 
     def solve(self, call: Call) -> Solution:
-        (shape,) = output_shapes(call)
+        (shape,) = call.output_shapes()
         spec = call.inputs[0]
         layout = spec.layout.replicated(len(shape))
         return Solution([spec.layout], [layout], uncounted=frozenset([0]))

@@ -14,7 +14,6 @@ import torch
 
 from hyper_parallel.call import Call, Solution, normal_dim, refuse
 from hyper_parallel.families.ranges import Kept, fit_ranges
-from hyper_parallel.families.shapes import output_shapes
 from hyper_parallel.placements import Replicate, on_dim
 from hyper_parallel.strategy import LayoutOp
 
@@ -40,7 +39,7 @@ class Split(LayoutOp):
         spec = call.inputs[0]
         ndim = len(spec.shape)
         dim = normal_dim(call.arg("dim", 0) if self.fixed is None else min(self.fixed, ndim - 1), ndim)
-        lengths = [shape[dim] for shape in output_shapes(call)]
+        lengths = [shape[dim] for shape in call.output_shapes()]
         bounds = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         ranges = [range(a, b) for a, b in bounds]
         if sum(lengths) != spec.shape[dim] and spec.layout.shard_order[dim]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -51,14 +52,25 @@ class Elementwise(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        if self.linear != "sum" or not any(map(_is_number, call.args)):
+        if self.linear != "sum":
+            return None
+        numbers = [i for i, a in enumerate(call.args) if _is_number(a)]
+        named = "other" in call.kwargs and _is_number(call.kwargs["other"])
+        if not numbers and not named:
             return None
         # A number is a term of the sum: it counts once over the ranks that hold terms (of an average: on every rank).
         here = targets[0].info.my_coordinate()
         if all(here[axis] == 0 for axis, p in enumerate(targets[0].placements) if p == P):
             return None
         func = call.func
-        return lambda *args, **kwargs: func(*(type(a)(0) if _is_number(a) else a for a in args), **kwargs)
+
+        def local(*args: Any, **kwargs: Any) -> Any:
+            zeroed = [type(a)(0) if i in numbers else a for i, a in enumerate(args)]
+            if named:
+                kwargs["other"] = type(kwargs["other"])(0)
+            return func(*zeroed, **kwargs)
+
+        return local
 
     def _pending(self, call: Call, count: int) -> Iterable[Strategy]:
         """Rows for pending sums (and averages, which are sums of a fraction)."""
@@ -86,4 +98,5 @@ def shard_if_full(shape: Any, d: int, out: tuple[int, ...]) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+    """A term of the sum that is no tensor; NumPy's numbers are registered as such."""
+    return isinstance(value, Number) or type(value).__name__ in ("bool", "bool_")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals, length
+from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Replicate, Shard
 from hyper_parallel.redistribute import transition
@@ -94,8 +94,3 @@ def global_indices(layout: Layout, shape: tuple[int, ...], dim: int, device: tor
         return torch.arange(*intervals[0], device=device)
     parts = [torch.arange(a, b, device=device) for a, b in intervals]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
-
-
-def local_length(layout: Layout, shape: tuple[int, ...], dim: int) -> int:
-    """How many indices along ``dim`` this rank holds. For local functions only: it differs by rank."""
-    return length(dim_intervals(layout, shape, dim, layout.info.my_coordinate()))

@@ -58,7 +58,7 @@ class Reshape(LayoutOp):
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
-        new = global_shape(call)
+        (new,) = call.output_shapes()
         layout, target = reshaped_layout(spec.layout, tuple(spec.shape), new)
         if target is not spec.layout and call.mode.policy != "auto":
             raise refuse(
@@ -68,27 +68,37 @@ class Reshape(LayoutOp):
             )
         sizes = local_shape(layout, new, layout.info.my_coordinate())
         targets = [target, *(s.layout for s in call.inputs[1:])]
-        is_view = call.name not in ("reshape", "flatten", "unflatten", "reshape_as")
-        local = _view_as_sizes(sizes) if is_view else _reshape_to_sizes(sizes)
-        return Solution(targets, [layout], local, uncounted=self.positions(call, self.uncounted), is_view=True)
+        # A view or a copy as on one device, which the strides of the global tensor decide: those of a piece may differ.
+        is_view = is_alias(call.meta_result(), spec.meta)
+        local = _view_as_sizes(sizes) if is_view else _copy_of_sizes(sizes)
+        return Solution(targets, [layout], local, uncounted=self.positions(call, self.uncounted), is_view=is_view)
 
 
-def global_shape(call: Call) -> tuple[int, ...]:
-    """Output shape of the call's function on meta tensors."""
-    from hyper_parallel.plan import meta_arguments
+def is_alias(result: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a result on meta tensors is its source or a view of it."""
+    return result is source or result._base is source
 
-    with torch.no_grad():
-        return tuple(
-            call.func(*meta_arguments(call.args), **{k: meta_arguments(v) for k, v in call.kwargs.items()}).shape
-        )
+
+class Contiguous(LayoutOp):
+    """``contiguous``: the tensor itself where the global one is contiguous, else a copy on every rank."""
+
+    def solve(self, call: Call) -> Solution:
+        spec = call.inputs[0]
+        is_view = is_alias(call.meta_result(), spec.meta)
+
+        def copy(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            out: torch.Tensor = call.func(x, *args, **kwargs)
+            return out.clone(memory_format=torch.preserve_format) if out is x else out
+
+        return Solution([spec.layout], [spec.layout], None if is_view else copy, is_view=is_view)
 
 
 def _view_as_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: x.view(sizes)
 
 
-def _reshape_to_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:
-    return lambda x, *args, **kwargs: x.reshape(sizes)
+def _copy_of_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: x.clone(memory_format=torch.contiguous_format).view(sizes)
 
 
 def reshaped_layout(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Layout, Layout]:
@@ -283,7 +293,7 @@ class Expand(LayoutOp):
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
-        new = global_shape(call)
+        (new,) = call.output_shapes()
         added = len(new) - len(spec.shape)
         target = spec.layout
         grown = [d for d, n in enumerate(spec.shape) if n != new[d + added] and target.shard_order[d]]

@@ -4,8 +4,9 @@
 
 A call on four ranks costs some 30 ms more than the work itself, and a debugger or ``print`` works in it. It stands on
 PyTorch's own ``multi_threaded_pg``, which is private: where a PyTorch release changed it, the error says so, and the
-processes remain. What is per process is shared here: the registry, torch's default generator and default dtype. Tests
-of those need processes, and so does the last run before a release.
+processes remain. What is per process is shared here: the registry, torch's default dtype, and its default generator,
+except that plain functions which take a generator get one of the rank's own. Sums over ranks are added in another
+order. Tests of random operators need processes, and so does the last run before a release.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import comm_trace, dispatcher, mesh
+from hyper_parallel.dtensor import DTensor
 from hyper_parallel.testing import placing
 from hyper_parallel.testing.failures import RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
 
@@ -80,6 +83,26 @@ class _DictPerThread:
 
     def clear(self) -> None:
         self._own.value.clear()
+
+
+class _OwnRandomNumbers(TorchFunctionMode):
+    """Gives plain random functions a generator of this rank, seeded alike on all, as processes have one each."""
+
+    _NAMES = frozenset(
+        "bernoulli bernoulli_ exponential_ kaiming_uniform_ multinomial normal normal_ "
+        "rand randint randn random_ randperm uniform_".split()
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        plain = not any(issubclass(kind, DTensor) for kind in types)
+        if plain and kwargs.get("generator") is None and getattr(func, "__name__", "") in self._NAMES:
+            kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
 
 
 def run_on_threads(
@@ -143,7 +166,8 @@ class _Rank:
                 timeout=timedelta(seconds=timeout),
             )
             args, kwargs = self._arguments
-            self.value = self._fn(*args, **kwargs)
+            with _OwnRandomNumbers():
+                self.value = self._fn(*args, **kwargs)
         except SystemExit:  # how a collective ends when another rank has failed
             self.is_cancelled = True
         except BaseException as error:  # pytest's outcomes too

@@ -1,0 +1,142 @@
+"""In-place operators, views and copies behave as on one device, or are refused; no write is lost."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    redistribute_policy,
+)
+
+R, P = Replicate(), Partial()
+
+
+def mesh4():
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def spread(tensor, *placements, mesh=None):
+    return distribute_tensor(tensor, mesh or mesh4(), placements, src_data_rank=None)
+
+
+ADDITIONS = {
+    "x + 3": lambda x: x + 3,
+    "3 + x": lambda x: 3 + x,
+    "function": lambda x: torch.add(x, other=3),
+    "method": lambda x: x.add(other=3),
+    "in place": lambda x: x.clone().add_(other=3),
+    "numpy float": lambda x: x + np.float32(3),
+    "numpy int": lambda x: x + np.int64(3),
+    "x - -3": lambda x: x - (-3),
+    "alpha": lambda x: torch.add(x, 1.5, alpha=2),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("form", ADDITIONS)
+def test_a_number_is_added_once_to_a_pending_sum(form):
+    add = ADDITIONS[form]
+    x = DTensor.from_local(torch.ones(2, dtype=torch.float64), mesh4(), [P])
+    assert add(x).tolist() == [7.0, 7.0]
+
+
+@pytest.mark.ranks(4)
+def test_true_is_added_once_to_a_pending_sum():
+    x = DTensor.from_local(torch.ones(2), mesh4(), [P])
+    assert (x + True).tolist() == [5.0, 5.0]
+
+
+@pytest.mark.ranks(4)
+def test_all_views_of_a_tensor_turn_varying_together():
+    x, w = leaf(2, 3), leaf(3)
+
+    def f(x, w):
+        h = x * 1
+        a, b = h[0:1], h[1:2]
+        a.mul_(w)
+        return b.sum() + a.sum()
+
+    f(x, w).backward()
+    dx, dw = spread(x, R), spread(w, R)
+    f(dx, dw.redistribute(placements=[R], grad_placements=[P])).backward()
+    torch.testing.assert_close(dx.grad.full_tensor(), x.grad)
+    torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
+
+
+@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.parametrize(
+    ("method", "args"), [("unsqueeze_", (0,)), ("squeeze_", ()), ("t_", ()), ("transpose_", (0, 1))]
+)
+def test_changing_the_shape_in_place_is_refused(method, args):
+    def change(x):
+        return getattr(x, method)(*args)
+
+    x = spread(torch.zeros(1, 4), R)
+    with redistribute_policy("auto"), pytest.raises(NotImplementedError, match="in place"):
+        change(x)
+    with redistribute_policy("auto"), pytest.raises(NotImplementedError, match="in place"):
+        change(spread(torch.zeros(1, 4), Shard(1)))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), R])
+def test_what_torch_copies_shares_no_memory(placement):
+    for copy in (lambda t: t.t().contiguous(), lambda t: t.t().reshape(-1), lambda t: t.t().flatten()):
+        plain = torch.arange(12.0).view(4, 3)
+        x = spread(plain, placement)
+        with redistribute_policy("auto"):
+            y = copy(x)
+        y.add_(1)
+        torch.testing.assert_close(x.full_tensor(), torch.arange(12.0).view(4, 3))
+        torch.testing.assert_close(y.full_tensor(), copy(plain) + 1)
+
+
+@pytest.mark.ranks(4)
+def test_out_refuses_gradients_as_torch_does():
+    x = spread(leaf(4), Shard(0))
+    out = spread(torch.zeros(4, dtype=torch.float64), Shard(0))
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        torch.add(x, x, out=out)
+    with torch.no_grad():
+        assert torch.add(x, x, out=out) is out
+    torch.testing.assert_close(out.full_tensor(), 2 * x.full_tensor().detach())
+
+
+@pytest.mark.ranks(4)
+def test_arrays_of_numpy_are_not_mistaken_for_each_other():
+    x = spread(torch.zeros(4), R)
+    for n in (3, 2, 4, 1, 2):
+        assert x.new_tensor(np.arange(n)).shape == (n,)
+
+
+@pytest.mark.ranks(4)
+def test_named_tuples_are_taken_as_tuples():
+    pair = collections.namedtuple("pair", "a b")
+    x = spread(torch.arange(8.0), Shard(0))
+    y = spread(torch.arange(8.0), Shard(0))
+    stacked = torch.stack(pair(x, y), 1)
+    assert stacked.shape == (8, 2)
+
+
+@pytest.mark.ranks(4)
+def test_an_in_place_operator_keeps_its_target_on_its_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = spread(torch.zeros(4), R, R, mesh=mesh)
+    y = spread(torch.ones(4), R, mesh=mesh["tp"])
+    with pytest.raises(ValueError, match="writes its first argument"):
+        x += y
+    assert (x + y).full_tensor().tolist() == [1.0] * 4
