@@ -1,5 +1,5 @@
-"""The bare collectives, on plain tensors and without autograd. All communication of tensors goes through here, so that a
-:class:`~hyper_parallel.comm_trace.CommTrace` sees it; the comparison of plugins at a mesh's first use does not."""
+"""The bare collectives, on plain tensors and without autograd. All communication of tensors goes through here, so that
+a :class:`~hyper_parallel.comm_trace.CommTrace` sees it; the comparison of plugins at a mesh's first use does not."""
 
 from __future__ import annotations
 
