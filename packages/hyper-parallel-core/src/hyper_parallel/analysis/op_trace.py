@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hyper_parallel.analysis.core_functions import is_answered_by_core
+from hyper_parallel.analysis.sample_calls import short_name
 from hyper_parallel.comm_trace import CommEvent, CommTrace, LayoutChange, user_line
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.function_names import display_name
 from hyper_parallel.redistribute import describe
 
 __all__ = ["Collective", "OpStep", "OpTrace", "folded"]
@@ -115,7 +115,7 @@ class OpTrace:
             return func(*args, **kwargs)
         self.axis_names = inputs[0].layout.mesh_dim_names
         self._note_between()
-        step = OpStep(_readable(func), user_line(), inputs=tuple(map(_shown, inputs)))
+        step = OpStep(short_name(func), user_line(), inputs=tuple(map(_shown, inputs)))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -192,7 +192,3 @@ def _dtensors(value: Any) -> Iterator[DTensor]:
 
 def _shown(tensor: DTensor) -> str:
     return f"{list(tensor.shape)} {describe(tensor.layout)}"
-
-
-def _readable(func: Any) -> str:
-    return display_name(func).removeprefix("torch.nn.functional.").removeprefix("torch.").removesuffix(".__get__")

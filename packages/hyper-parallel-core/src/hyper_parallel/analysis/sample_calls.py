@@ -17,7 +17,7 @@ from torch.overrides import get_testing_overrides
 
 from hyper_parallel import function_names
 
-__all__ = ["SampleCall", "functions_of", "sample_calls"]
+__all__ = ["SampleCall", "functions_of", "sample_calls", "short_name"]
 
 SIZE = 4
 """Length of every dimension of a sample: equal, so that most functions accept any combination."""
@@ -57,7 +57,7 @@ class SampleCall:
     ndim: int
 
     def __str__(self) -> str:
-        name = function_names.display_name(self.func).removeprefix("torch.nn.functional.").removeprefix("torch.")
+        name = short_name(self.func)
         return f"{name}({', '.join(_shown(n, v) for n, v in self.arguments.items())})"
 
     @property
@@ -70,6 +70,12 @@ class SampleCall:
             elif isinstance(value, list):
                 names += [f"{name}[{i}]" for i in range(len(value))]
         return names
+
+
+def short_name(func: Callable[..., Any]) -> str:
+    """A function's readable name without its home, where that is torch's own."""
+    name = function_names.display_name(func).removesuffix(".__get__")
+    return name if name.startswith("torch.ops.") else name.removeprefix("torch.nn.functional.").removeprefix("torch.")
 
 
 def functions_of(op_name: str) -> list[Callable[..., Any]]:

@@ -1,0 +1,81 @@
+"""Products that contract dimensions, on all layouts."""
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.testing import OpConformance, sample, tensor
+
+
+class Products(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 20
+
+
+class TestMatmul(Products):
+    op = torch.matmul
+    samples = (
+        sample(tensor(5, 6), tensor(6, 3)),
+        sample(tensor(5), tensor(5)),
+        sample(tensor(5, 6), tensor(6)),
+        sample(tensor(6), tensor(2, 6, 3)),
+        sample(tensor(2, 1, 5, 6), tensor(3, 6, 2)),
+    )
+
+
+class TestMm(Products):
+    op = torch.mm
+    out = True
+    samples = (sample(tensor(2, 5), tensor(5, 3)),)
+
+
+class TestBmm(Products):
+    op = torch.bmm
+    samples = (sample(tensor(3, 2, 5), tensor(3, 5, 4)),)
+
+
+class TestLinear(Products):
+    op = F.linear
+    samples = (
+        sample(tensor(5, 6), tensor(3, 6)),
+        sample(tensor(5, 6), tensor(3, 6), tensor(3)),
+        sample(tensor(2, 5, 6), tensor(7, 6), bias=tensor(7)),
+        sample(tensor(5, 6), tensor(6)),
+        sample(tensor(6), tensor(3, 6), tensor(3)),
+    )
+
+
+class TestAddmm(Products):
+    op = torch.addmm
+    inplace = "addmm_"
+    samples = (sample(tensor(5, 3), tensor(5, 6), tensor(6, 3), beta=0.5, alpha=2.0),)
+
+
+class TestAddmmWithBroadcast(Products):
+    op = torch.addmm
+    samples = (sample(tensor(3), tensor(5, 6), tensor(6, 3)), sample(tensor(5, 1), tensor(5, 6), tensor(6, 3)))
+
+
+class TestBaddbmm(Products):
+    op = torch.baddbmm
+    samples = (sample(tensor(3, 2, 4), tensor(3, 2, 5), tensor(3, 5, 4)),)
+
+
+class TestAddbmm(Products):
+    op = torch.addbmm
+    samples = (sample(tensor(2, 4), tensor(3, 2, 5), tensor(3, 5, 4)),)
+
+
+class TestAddmv(Products):
+    op = torch.addmv
+    samples = (sample(tensor(5), tensor(5, 6), tensor(6)),)
+
+
+class TestEinsum(Products):
+    op = torch.einsum
+    samples = (
+        sample("bqd,bkd->bqk", tensor(2, 3, 4), tensor(2, 5, 4)),
+        sample("...ij,jk->...ik", tensor(2, 3, 4), tensor(4, 5)),
+        sample("ij,ij->", tensor(3, 4), tensor(3, 4)),
+        sample("i,j,k->ijk", tensor(2), tensor(3), tensor(5)),
+        sample("ij,jk", tensor(3, 4), tensor(4, 5)),
+    )

@@ -1,0 +1,84 @@
+"""Operators that only rearrange, on all layouts."""
+
+import torch
+
+from hyper_parallel.testing import OpConformance, sample, tensor
+
+
+class Views(OpConformance):
+    meshes = ((2,), (4,), (2, 2))
+    max_layouts = 24
+
+
+class TestView(Views):
+    op = torch.Tensor.view
+    samples = (
+        sample(tensor(8), 2, 4),
+        sample(tensor(4, 6), 24),
+        sample(tensor(4, 6), (-1, 3)),
+        sample(tensor(2, 4, 6), 8, 6),
+        sample(tensor(2, 4, 6), 2, 4, 2, 3),
+        sample(tensor(6, 4), 4, 6),
+        sample(tensor(5, 3), 1, 5, 1, 3),
+        sample(tensor(0, 4), 4, 0),
+        sample(tensor(1), ()),
+    )
+
+
+class TestReshape(Views):
+    op = torch.reshape
+    samples = (sample(tensor(4, 6), (2, 2, 6)), sample(tensor(3, 5), (15,)), sample(tensor(12, 2), (4, -1)))
+
+
+class TestFlatten(Views):
+    op = torch.flatten
+    samples = (sample(tensor(2, 4, 6)), sample(tensor(2, 4, 6), 1), sample(tensor(2, 4, 6), start_dim=0, end_dim=1))
+
+
+class TestUnflatten(Views):
+    op = torch.unflatten
+    samples = (sample(tensor(8, 3), 0, (4, 2)), sample(tensor(5, 8), -1, (2, -1)))
+
+
+class TestSqueeze(Views):
+    op = torch.squeeze
+    samples = (sample(tensor(1, 5, 1)), sample(tensor(1, 5, 1), 0), sample(tensor(5, 3), 1))
+
+
+class TestUnsqueeze(Views):
+    op = torch.unsqueeze
+    samples = (sample(tensor(5, 3), 0), sample(tensor(5, 3), -1))
+
+
+class TestTranspose(Views):
+    op = torch.transpose
+    samples = (sample(tensor(5, 3), 0, 1), sample(tensor(2, 3, 5), dim0=-1, dim1=0))
+
+
+class TestPermute(Views):
+    op = torch.permute
+    samples = (sample(tensor(2, 3, 5), (2, 0, 1)), sample(tensor(2, 3, 5), dims=(0, -1, 1)))
+
+
+class TestMovedim(Views):
+    op = torch.movedim
+    samples = (sample(tensor(2, 3, 5), 0, 2), sample(tensor(2, 3, 5), (0, 1), (-1, 0)))
+
+
+class TestExpand(Views):
+    op = torch.Tensor.expand
+    samples = (sample(tensor(5, 1), 5, 4), sample(tensor(3), 2, 3), sample(tensor(5, 1), -1, 3))
+
+
+class TestExpandAs(Views):
+    op = torch.Tensor.expand_as
+    samples = (sample(tensor(5, 1), tensor(5, 4)),)
+
+
+def matrix_transposes(x):
+    return x.T + x.t() + x.mT.contiguous()
+
+
+class TestMatrixTransposes(Views):
+    op = matrix_transposes
+    samples = (sample(tensor(5, 3)),)
