@@ -1,4 +1,4 @@
-"""What the patterns of training cost, and no more: the table of docs/gradient-types.md, counted, with values compared."""
+"""What the patterns of training cost, and no more: the table of docs/gradient-types.md, counted, values compared."""
 
 from __future__ import annotations
 
