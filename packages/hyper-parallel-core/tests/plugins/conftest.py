@@ -48,7 +48,7 @@ class Site:
             env={**kept, "PYTHONPATH": str(self.folder), "NO_COLOR": "1", **environ},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
         assert not check or done.returncode == 0, done.stderr
