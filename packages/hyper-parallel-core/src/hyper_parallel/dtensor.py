@@ -21,7 +21,7 @@ from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.layout import Layout, _rebuild_layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, is_replicate
 from hyper_parallel.redistribute import (
     PLAIN,
     _How,
@@ -602,6 +602,8 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
     old = tensor._spec
     if local.is_inference():  # has no version that would tell of writes
         return convert(tensor, target_spec(old, layout, varying))
+    if varying is None:
+        varying = frozenset(a for a in old.varying if is_replicate(layout.placements[a]))
     memo = tensor._memo
     if memo is None:
         memo = tensor._memo = {}
