@@ -34,6 +34,7 @@ from text_batches import VOCAB_SIZE, TextBatches
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+KEY_VALUE_HEADS = 2
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 # Measured on this model with the batch summed in another order, which changes nothing but the rounding.
@@ -134,6 +135,8 @@ def mesh_shape(tp: int | None, world_size: int) -> tuple[int, int]:
         tp = 2 if world_size % 2 == 0 else 1
     if world_size % tp:
         raise SystemExit(f"--tp {tp} does not divide the number of ranks, {world_size}")
+    if KEY_VALUE_HEADS % tp:
+        raise SystemExit(f"--tp {tp} does not divide the model's {KEY_VALUE_HEADS} key-value heads")
     return world_size // tp, tp
 
 
@@ -146,7 +149,7 @@ def build_model(args: argparse.Namespace) -> torch.nn.Module:
         intermediate_size=2 * args.hidden_size,
         num_hidden_layers=args.layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=KEY_VALUE_HEADS,
         head_dim=args.hidden_size // 4,
         max_position_embeddings=args.length,
         use_cache=False,

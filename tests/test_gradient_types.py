@@ -339,3 +339,22 @@ def test_a_partial_that_was_reduced_once_is_used_in_reduced_form_after():
     assert trace.counts == {"all_reduce": 1}
     out.pow(2).sum().backward()
     check_gradients([(dx, x), (dw, w), (ds, scale)])
+
+
+@pytest.mark.ranks(4)
+def test_an_unused_scalar_of_a_reentrant_checkpoint_has_no_gradient():
+    a, b = leaf(6), leaf(4, seed=1)
+    (b * 3).sum().backward()
+    da, db = spread(a, R, S(0)), spread(b, S(0), R)
+    _, out = checkpoint(lambda a, b: (a.sum(), b * 3), da, db, use_reentrant=True)
+    out.sum().backward()
+    assert da.grad.full_tensor().tolist() == [0.0] * 6
+    check_gradients([(db, b)])
+
+
+@pytest.mark.ranks(4)
+def test_a_second_derivative_that_is_not_there_raises():
+    x = spread(leaf(4, 6), R, S(1))
+    for function in (lambda x: F.layer_norm(x, (6,)), lambda x: F.rms_norm(x, (6,))):
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)

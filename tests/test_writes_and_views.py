@@ -7,6 +7,7 @@ import collections
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hyper_parallel import (
     DTensor,
@@ -140,3 +141,41 @@ def test_an_in_place_operator_keeps_its_target_on_its_mesh():
     with pytest.raises(ValueError, match="writes its first argument"):
         x += y
     assert (x + y).full_tensor().tolist() == [1.0] * 4
+
+
+@pytest.mark.ranks(4)
+def test_a_write_to_the_source_of_a_redistributed_copy_is_refused_while_the_copy_lives():
+    x = spread(torch.arange(25.0).view(5, 5), Shard(0))
+    with redistribute_policy("auto"):
+        part = x[1:4]
+        with pytest.raises(RuntimeError, match="redistributed copy"):
+            x[2:5] = 0
+        del part
+        x[2:5] = 0
+    assert x.full_tensor()[2].sum() == 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("size", [8, 1])
+def test_one_piece_of_a_sharded_dim_is_the_tensor(size):
+    plain = torch.arange(float(size))
+    x = spread(plain, Shard(0))
+    for pieces in (x.split(100), x.chunk(1), x.split([size, 0])[:1], x.tensor_split(1), (x.narrow(0, 0, size),)):
+        torch.testing.assert_close(pieces[0].full_tensor(), plain)
+
+
+@pytest.mark.ranks(4)
+def test_an_index_that_nobody_holds_is_an_error():
+    table, ids = spread(torch.zeros(8, 3), Shard(0)), spread(torch.tensor([0, 8]), R)
+    with pytest.raises(IndexError, match="out of range"):
+        F.embedding(ids, table)
+    with pytest.raises(IndexError, match="out of range"):
+        table.index_select(0, ids)
+
+
+@pytest.mark.ranks(4)
+def test_an_operator_of_python_with_a_plain_tensor_says_what_is_wrong():
+    x, plain = spread(torch.zeros(4, 4), R), torch.zeros(4, 4)
+    for mix in (lambda: x + plain, lambda: plain + x, lambda: x * plain, lambda: x > plain, lambda: x @ plain):
+        with pytest.raises(RuntimeError, match="implicit_replication"):
+            mix()

@@ -106,7 +106,7 @@ def lifted(name: str, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     """The arguments with plain tensors as Replicate DTensors.
 
     Raises:
-        TypeError: for a plain tensor that does not count as one; arguments read only for shape, dtype or device
+        RuntimeError: for a plain tensor that does not count as one; arguments read only for shape, dtype or device
             always do.
     """
     near = first_dtensor(args, kwargs)
@@ -117,7 +117,8 @@ def lifted(name: str, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> t
         if isinstance(tensor, DTensor):
             return tensor
         if not counts_as_replica(tensor, grad):
-            raise TypeError(
+            # No TypeError: Python would take it for "try the other operand's method".
+            raise RuntimeError(
                 f"{name}: a plain tensor of shape {tuple(tensor.shape)} is mixed with a DTensor of shape "
                 f"{tuple(near.shape)}, {near.layout}. Say how it is laid out: distribute_tensor(tensor, mesh, "
                 "placements) "

@@ -26,6 +26,7 @@ class Signature:
 
     def __init__(self, text: str) -> None:
         self.names: list[str] = []
+        self.parameters: list[str] = []
         self.keyword_only: list[str] = []
         self.rest: str | None = None
         target = self.names
@@ -37,6 +38,7 @@ class Signature:
                 self.rest, target = name[1:], self.keyword_only
             else:
                 target.append(name)
+            self.parameters.append(name.removeprefix("*"))
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name; what was not passed is absent.
@@ -121,6 +123,12 @@ class Call:
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument by name; ``default`` when it was not passed."""
         return self.bound.get(name, default)
+
+    def check_name(self, name: str) -> None:
+        """Raise TypeError when the rule's signature has no such parameter: a misspelt one would count as Replicate."""
+        if self._signature is None or name not in self._signature.parameters:
+            known = "no signature" if self._signature is None else ", ".join(self._signature.parameters)
+            raise TypeError(f"the rule of {self.name} lays out {name!r}, which it does not take; it has {known}")
 
     def index(self, name: str) -> int | None:
         """Position in ``inputs`` of a tensor argument; None when it is absent or no tensor."""

@@ -54,6 +54,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     grad = _grad_enabled()
     solution = None
     copied = False
+    source = args[0] if args else None  # of which the result may be a view
     use_reduced = rule.use_reduced
     while True:
         key: list[Any] = [grad, mode, solution is None]
@@ -98,7 +99,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         many = wrap_many(out, plan.specs)
         if plan.is_view:
             for view in many:
-                note_base(view, args[0], rule.name if copied else None)
+                note_base(view, source, rule.name if copied else None)
         return many
     if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
         return args[0]  # a cast or copy that was none, as in PyTorch
@@ -112,7 +113,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if not grad:
         result._pending = Marks.now
     if plan.is_view:
-        note_base(result, args[0], rule.name if copied else None)
+        note_base(result, source, rule.name if copied else None)
     return result
 
 

@@ -61,6 +61,8 @@ class DTensor(torch.Tensor):
     # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not
     # written to.
     _copied_by: str | None = None
+    # The redistributed copies that were taken where one device has views of this tensor.
+    _copies: Sequence[weakref.ref[DTensor]] = ()
     # The DTensor whose ``.data`` this is.
     _tracked: Any = None
     # Number of this tensor's last in-place write with gradients (see autograd_bridge.Marks).

@@ -36,10 +36,13 @@ def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kw
     return target
 
 
-def note_base(view: DTensor, base: DTensor, copied_by: str | None) -> None:
+def note_base(view: DTensor, base: Any, copied_by: str | None) -> None:
     """Whose view a view is; with ``copied_by``, that it is none because its input had to be redistributed."""
     if copied_by is not None:
         view._copied_by = copied_by
+        if isinstance(base, DTensor):
+            root = _root(base)
+            root._copies = [*(other for other in root._copies if other() is not None), weakref.ref(view)]
     elif isinstance(base, DTensor):
         root = _root(base)
         view._base_dtensor = root
@@ -70,6 +73,13 @@ def before_write(target: DTensor) -> None:
     autograd_bridge.before_write(target)
     if root is not target:
         autograd_bridge.before_write(root)
+    for copy in (other() for other in root._copies):
+        if copy is not None:
+            raise RuntimeError(
+                f"in-place write to a tensor of which {copy._copied_by}() gave a redistributed copy, which on one "
+                "device is a view and would change with it: redistribute the tensor before the view is taken, "
+                "clone() the view, or drop it before the write"
+            )
     name = root._copied_by
     if name is not None:
         raise RuntimeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ def shard_module(
         ValueError: a name means no parameter or module (near misses are listed); a layout does not fit.
     """
     mesh, sharding = _normalise(mesh_or_plan, plan)
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError("shard_module: call torch.distributed.init_process_group() first")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return model
     mesh = mesh or _mesh_of(sharding)

@@ -31,6 +31,8 @@ class PackedShard(Shard):
 
     def __init__(self, dim: int, sections: tuple[int, ...] | list[int]) -> None:
         super().__init__(dim)
+        if not isinstance(sections, (tuple, list)):
+            raise ValueError(f"PackedShard takes the length of every section, such as (4, 4, 4), got {sections!r}")
         self.sections = tuple(int(s) for s in sections)
         if not self.sections or min(self.sections) < 0:
             raise ValueError(f"PackedShard needs one or more non-negative sections, got {sections!r}")

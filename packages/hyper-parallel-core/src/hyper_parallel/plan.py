@@ -197,6 +197,8 @@ def fit_rank(layout: Layout, ndim: int) -> Layout:
     if layout.ndim == ndim:
         return layout
     order = layout.shard_order
+    if any(order[ndim:]):
+        raise ValueError(f"a rule shards dim {len(order) - 1} of its result, which has {ndim} dimensions: {layout}")
     return layout.with_order(layout.placements, (order + ((),) * (ndim - len(order)))[:ndim])
 
 

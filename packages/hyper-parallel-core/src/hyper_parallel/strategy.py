@@ -186,6 +186,7 @@ class _Row:
         if isinstance(strategy.inputs, Mapping):
             inputs: list[Placement] = [R] * len(call.inputs)
             for name, placement in strategy.inputs.items():
+                call.check_name(name)
                 index = call.index(name)
                 if index is not None:
                     inputs[index] = placement

@@ -106,6 +106,7 @@ class _Node(torch.autograd.Function):
             grads = _materialized(ctx.node, grads)
         found: Any
         if name == "CheckpointFunctionBackward":
+            grads = _zero_scalars(ctx.node, grads)
             found = _run_checkpoint(ctx.node, ctx.edges, grads)
         else:
             given = [(GradientEdge(ctx.node, i), g) for i, g in enumerate(grads) if g is not None]
@@ -136,6 +137,16 @@ def _materialized(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         grad
         if grad is not None or not meta.shape
         else _replica(torch.zeros((), dtype=meta.dtype, device=meta.device), meta, like)
+        for grad, meta in zip(grads, node._input_metadata, strict=True)
+    )
+
+
+def _zero_scalars(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Zeros for missing gradients of scalar outputs: a missing seed of a scalar would count as one."""
+    return tuple(
+        torch.zeros((), dtype=meta.dtype, device=meta.device)
+        if grad is None and not meta.shape and meta.dtype.is_floating_point
+        else grad
         for grad, meta in zip(grads, node._input_metadata, strict=True)
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.boxes import Intervals
+from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
 
 from .softmax import shifted
@@ -106,7 +107,7 @@ class _Terms(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, to_lse: torch.Tensor, to_picked: torch.Tensor, to_scores: Any, *_: Any) -> tuple[Any, ...]:
         x, lse, place, here, weight = ctx.saved_tensors
         dim = ctx.dim

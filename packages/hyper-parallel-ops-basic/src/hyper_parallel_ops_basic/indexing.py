@@ -23,9 +23,14 @@ from hyper_parallel_ops_basic.index_arguments import Index
 
 
 class GetItem(StrategyOp):
-    """``x[index]``."""
+    """``x[index]``.
+
+    Attributes:
+        says_length: whether the call names a length even where it takes all (``narrow``).
+    """
 
     makes_views = True
+    says_length = False
 
     def index(self, call: Call) -> Index:
         """The index in its one general form."""
@@ -77,7 +82,7 @@ class GetItem(StrategyOp):
                 on_dim(kept.placements[a], at) if a in kept.placements else p for a, p in enumerate(output.placements)
             ]
             output = output.with_order(tuple(placements), output.shard_order)
-            if len(picked) != shape[dim]:
+            if self.says_length or len(picked) != shape[dim]:
                 slices[dim] = kept.local
         solution.targets[0], solution.outputs[0] = target, output
         if slices:
@@ -173,6 +178,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 class Narrow(GetItem):
     """``narrow(x, dim, start, length)``."""
 
+    says_length = True
     signature = "input, dim, start, length"
 
     def index(self, call: Call) -> Index:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call
+from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import PackedShard
@@ -35,13 +36,17 @@ class RowNorm(StrategyOp):
         return [shape] if fits else None
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        ndim = len(call.spec("input").shape)
-        first = ndim - self.rank(call)
+        shape = tuple(call.spec("input").shape)
+        first = len(shape) - self.rank(call)
+        affine = [name for name in ("weight", "bias") if call.index(name) is not None]
+        for name in affine:
+            given = tuple(call.spec(name).shape)
+            if given != shape[first:]:
+                raise RuntimeError(f"{call.name}: expected {name} of the normalised shape {shape[first:]}, got {given}")
         for d in range(first):
             yield Strategy({"input": S(d)}, S(d))
-        for d in range(first, ndim):
-            own = S(d - first)
-            yield Strategy({"input": S(d), "weight": own, "bias": own}, S(d))
+        for d in range(first, len(shape)):
+            yield Strategy({"input": S(d)} | dict.fromkeys(affine, S(d - first)), S(d))
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -111,7 +116,7 @@ class _Normalise(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         out, scale = ctx.saved_tensors
         over, dims, count, centred = ctx.args

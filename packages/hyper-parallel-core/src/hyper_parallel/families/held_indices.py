@@ -20,11 +20,16 @@ class HeldIndices:
     """
 
     def __init__(self, layout: Layout, shape: tuple[int, ...], dim: int) -> None:
-        self.dim = dim
+        self.dim, self.size = dim, shape[dim]
         self.intervals = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions in the local tensor, and which of them mean anything: the others are held elsewhere."""
+        """Positions in the local tensor, and which of them mean anything: the others are held elsewhere.
+
+        Raises:
+            IndexError: when an index is held nowhere (on accelerators an assertion of the device, as in PyTorch).
+        """
+        self._check(index)
         positions, held = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
         offset = 0
         for start, stop in self.intervals:
@@ -33,6 +38,13 @@ class HeldIndices:
             held = held | here
             offset += stop - start
         return positions, held
+
+    def _check(self, index: torch.Tensor) -> None:
+        inside = ((index >= 0) & (index < self.size)).all()
+        if index.device.type != "cpu":
+            torch._assert_async(inside)
+        elif not inside:
+            raise IndexError(f"index out of range: between {int(index.min())} and {int(index.max())}, size {self.size}")
 
     def position(self, index: int) -> int | None:
         """Local position of one index; None when another rank holds it."""

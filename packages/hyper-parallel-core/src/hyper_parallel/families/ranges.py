@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hyper_parallel.boxes import Intervals, dim_intervals
+from hyper_parallel.boxes import Intervals, dim_intervals, length
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import PackedShard, Placement, Replicate, Shard
 
@@ -58,7 +58,8 @@ def keep_range(layout: Layout, shape: tuple[int, ...], dim: int, picked: range) 
     placed = {a: layout.placements[a] for a in axes}
     size = shape[dim]
     if picked == range(size):
-        return Kept(placed, slice(0, size))
+        held_here = length(dim_intervals(layout, shape, dim, layout.info.my_coordinate()))
+        return Kept(placed, slice(0, held_here))
     held = {c: dim_intervals(layout, shape, dim, c) for c in _coordinates(layout, axes)}
     parts = {c: overlaps(h, picked) for c, h in held.items()}
     for outermost in _results(placed[axes[0]], size, picked, dim):
