@@ -46,6 +46,7 @@ def run(session: nox.Session, program: str, *arguments: str, env: dict[str, str]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
     done = environment / "requirements.sha256"
     if not done.is_file() or done.read_text() != digest:
+        session.log("making the development environment, which takes some minutes: %s", environment)
         session.run(sys.executable, "-m", "venv", str(environment), external=True)
         install = (str(programs / "python"), "-m", "pip", "install", "--quiet")
         session.run(*install, *INSTALL_TORCH, external=True)
