@@ -99,7 +99,7 @@ def train(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run all tests on the source tree; arguments after -- go to pytest."""
-    run(session, "pytest", *(session.posargs or ("-q",)))
+    run(session, "python", "-m", "pytest", *(session.posargs or ("-q",)))
 
 
 @nox.session

@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from functools import reduce
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -22,10 +23,8 @@ def load_call(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str
         sys.path[:] = task.sys_path
         importlib.invalidate_caches()
     os.chdir(task.directory)
-    target: Any = _load_module(task.module, task.module_files)
     *outer, last = task.qualname.split(".")
-    for name in outer:
-        target = getattr(target, name)
+    target: Any = reduce(getattr, outer, _load_module(task.module, task.module_files))
     if task.on_instance:  # a test method: pytest makes a fresh instance for each test as well
         target = target()
     fn = getattr(target, last)
@@ -42,7 +41,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in self._files:
-            _load_module(module, self._files)
+            # Not by an import, which would look for the parent packages that pytest's dotted names only pretend.
+            return reduce(getattr, name.split("."), _load_module(module, self._files))
         return super().find_class(module, name)
 
 
