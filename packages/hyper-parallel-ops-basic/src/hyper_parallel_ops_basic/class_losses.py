@@ -49,7 +49,7 @@ class ClassLoss(StrategyOp):
 
     def class_rows(self, call: Call) -> Iterable[Strategy]:
         """Strategies that shard the classes."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define class_rows")
 
 
 class CrossEntropy(ClassLoss):
