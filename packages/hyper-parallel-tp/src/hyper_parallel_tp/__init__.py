@@ -1,4 +1,1 @@
-"""Declarative tensor parallelism (parallelize_module and its styles).
-
-This version has no contents yet.
-"""
+"""Declarative tensor parallelism (parallelize_module and its styles)."""

@@ -1,3 +1,16 @@
-"""What core asks of this plugin. It implements no hook yet, because the package has no contents yet."""
+"""What core asks of this plugin: where its public names are."""
+
+from collections.abc import Mapping
+
+from hyper_parallel.plugins import hookimpl
 
 HYPER_PARALLEL_API = 1
+
+_NAMES = {
+    "hyper_parallel_tp.loss_parallel": ("gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"),
+}
+
+
+@hookimpl
+def hyper_parallel_public_names() -> Mapping[str, str]:
+    return {name: module for module, names in _NAMES.items() for name in names}
