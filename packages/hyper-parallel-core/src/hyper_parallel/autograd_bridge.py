@@ -17,7 +17,7 @@ from hyper_parallel.placements import is_partial
 from hyper_parallel.wrapper_graph import joined, same_as
 
 if TYPE_CHECKING:
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.dtensor import DTensor, Form
     from hyper_parallel.spec import Spec
     from hyper_parallel.steps import Pending
 
@@ -49,6 +49,8 @@ _JOINED = _Mark(-1)  # has a C++ node, which is joined to the local graph
 
 class InFlight:
     """Marks a DTensor whose collective is still running."""
+
+    form: Form | None = None  # that is remembered for another tensor
 
     def __init__(self, pending: Pending, mark: _Mark | None) -> None:
         self.pending, self.mark = pending, mark
@@ -113,6 +115,8 @@ def settle(tensor: DTensor) -> None:
         mark.pending.wait()
         if tensor._origin is not None:  # completing the result counted as a write to it
             tensor._origin.completed(tensor._local)
+        if mark.form is not None:
+            mark.form.completed()
         mark = tensor._pending = mark.mark
     if mark is not None and torch.is_grad_enabled() and wrapper_requires_grad(tensor):
         _join(tensor, mark)

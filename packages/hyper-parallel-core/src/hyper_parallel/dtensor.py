@@ -597,9 +597,22 @@ class Form:
             and self.own == self.result._local._version
         )
 
+    def completed(self) -> None:
+        """The result arrived, which counted as a write to it."""
+        self.own = self.result._local._version
 
-def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None = None) -> DTensor:
-    """As :func:`convert`, computed once per tensor while its data does not change."""
+
+def remembered(
+    tensor: DTensor, layout: Layout, varying: frozenset[int] | None = None, *, in_flight: bool = False
+) -> DTensor:
+    """As :func:`convert`, computed once per tensor while its data does not change.
+
+    Args:
+        tensor: the tensor.
+        layout: the layout wanted.
+        varying: axes on which the gradient is wanted in terms; None keeps what there is.
+        in_flight: return while a collective is running; the first use waits.
+    """
     local = tensor._resolve()
     old = tensor._spec
     if local.is_inference():  # has no version that would tell of writes
@@ -616,10 +629,12 @@ def remembered(tensor: DTensor, layout: Layout, varying: frozenset[int] | None =
     spec = target_spec(old, layout, varying)
     if spec is old:
         return tensor
-    result = convert(tensor, spec)
+    result = convert(tensor, spec, _How(want_pending=True) if in_flight else None)
     if result._local.is_inference():
         return result
     memo[key] = form = Form(tensor, result)
+    if isinstance(result._pending, autograd_bridge.InFlight):
+        result._pending.form = form
     if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:
         tensor._reduced = form
     return result

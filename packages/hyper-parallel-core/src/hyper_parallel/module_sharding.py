@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.context import implicit_replication
+from hyper_parallel.boundary import Boundary, map_dtensors, replicate_plain_inside
 from hyper_parallel.distribute import as_parameter, distribute_tensor, replicate_rest
-from hyper_parallel.dtensor import DTensor, convert
+from hyper_parallel.dtensor import DTensor
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
-from hyper_parallel.placements import Placement, is_replicate, is_shard
-from hyper_parallel.redistribute import target_spec
+from hyper_parallel.placements import Placement
 from hyper_parallel.structures import rebuilt
 
 __all__ = ["ShardingPlan", "shard_module"]
@@ -96,11 +93,13 @@ def shard_module(
         if name in outputs:
             module.register_forward_hook(_output_hook(mesh, outputs[name]))
         if name in local:
-            module.register_forward_hook(lambda mod, args, out: _map(out, lambda t: t.reduce_partial().to_local()))
+            module.register_forward_hook(
+                lambda mod, args, out: map_dtensors(out, lambda t: t.reduce_partial().to_local())
+            )
         # Modules with children, not only the root: activation checkpointing calls them again, outside the root's
         # forward.
         if name == "" or next(module.children(), None) is not None:
-            module.forward = _replicating(module.forward)
+            replicate_plain_inside(module)
     model.register_forward_pre_hook(_check_entry(mesh, inputs.get("")), with_kwargs=True, prepend=True)
     return model
 
@@ -218,78 +217,6 @@ def _local_outputs(modules: Mapping[str, nn.Module], given: bool | Iterable[str]
 
 
 # -- hooks --------------------------------------------------------------------------------------------------------
-
-
-def _map(value: Any, change: Callable[[DTensor], Any]) -> Any:
-    """A structure (tuple, list, dict, ModelOutput) with its DTensors changed."""
-    if isinstance(value, DTensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = {k: _map(v, change) for k, v in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    if isinstance(value, (tuple, list)):
-        return rebuilt(value, [_map(v, change) for v in value])
-    return value
-
-
-def _replicating(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with implicit_replication():
-            return forward(*args, **kwargs)
-
-    return wrapper
-
-
-class Boundary:
-    """A declared layout at a module's input or output.
-
-    Args:
-        declared: :class:`Layout` or placements; None leaves values as they are.
-        mesh: the mesh of placements.
-        user: the module that will use the value. Where its own parameters are sharded and the value is Replicate,
-            each rank
-            does different work with it, so its gradient is asked for in terms: the backward of a gather is then one
-            reduce-scatter.
-    """
-
-    def __init__(self, declared: Any, mesh: DeviceMesh, user: nn.Module | None = None) -> None:
-        self.declared, self.mesh, self.user = declared, mesh, user
-        self._known: dict[int, tuple[Layout, frozenset[int]]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        """The value in the declared layout; what is no tensor passes."""
-        if self.declared is None or not isinstance(value, torch.Tensor):
-            return value
-        layout, varying = self._known.get(value.ndim) or self._layout(value.ndim)
-        if not isinstance(value, DTensor):
-            value = DTensor.from_local(value, layout)
-        kept = value._spec.varying
-        if kept:
-            varying |= frozenset(a for a in kept if is_replicate(layout.placements[a]))
-        if value._spec.layout.info is not layout.info:
-            return value.redistribute(layout)  # says what is wrong
-        return convert(value, target_spec(value._spec, layout, varying))
-
-    def _layout(self, ndim: int) -> tuple[Layout, frozenset[int]]:
-        declared = self.declared
-        layout = as_layout(declared if isinstance(declared, Layout) else self.mesh, declared, ndim)
-        sharded = _sharded_axes(self.user, layout) if self.user is not None else set()
-        self._known[ndim] = layout, frozenset(a for a in sharded if is_replicate(layout.placements[a]))
-        return self._known[ndim]
-
-
-def _sharded_axes(module: nn.Module, layout: Layout) -> set[int]:
-    """Axes that shard a parameter of the module or of a child: the projections of an attention block are its
-    children."""
-    owners = (module, *module.children())
-    return {
-        axis
-        for parameter in itertools.chain.from_iterable(owner.parameters(recurse=False) for owner in owners)
-        if isinstance(parameter, DTensor) and parameter.layout.info is layout.info
-        for axis, p in enumerate(parameter.placements)
-        if is_shard(p)
-    }
 
 
 def _input_hook(name: str, module: nn.Module, mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:

@@ -1,0 +1,98 @@
+"""Hooks on a module's inputs and outputs that keep whatever else it is called with, and returns."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.structures import rebuilt
+
+Change = Callable[[nn.Module, Any], Any]
+"""From the module and a value to the value in its place."""
+
+
+def parameter_names(module: nn.Module) -> tuple[list[str], bool]:
+    """Names of the arguments of a module's forward, in order, and whether it takes any keyword."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def change_inputs(
+    module: nn.Module, by_position: Sequence[Change | None], by_name: Mapping[str, Change] | None = None
+) -> None:
+    """Change inputs of a module before its forward sees them.
+
+    Args:
+        module: the module.
+        by_position: for the first positional inputs; None leaves one as it is. A call with fewer positional inputs is
+            an error, unless it passes them by name.
+        by_name: for arguments of forward, passed by name or by position.
+
+    Raises:
+        ValueError: a name is no argument of the module's forward.
+    """
+    names, open_ended = parameter_names(module)
+    named = dict(by_name or {})
+    for name in named:
+        if name not in names and not open_ended:
+            near = difflib.get_close_matches(name, names, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"it takes {', '.join(names)}"
+            raise ValueError(f"{type(module).__name__}.forward has no argument {name!r}; {hint}")
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs, keywords = list(args), dict(kwargs)
+        for index, change in enumerate(by_position):
+            if change is None:
+                continue
+            if index < len(inputs):
+                inputs[index] = change(module, inputs[index])
+            elif index < len(names) and names[index] in keywords:
+                keywords[names[index]] = change(module, keywords[names[index]])
+            else:
+                raise ValueError(
+                    f"{type(module).__name__}: its style lays out {len(by_position)} positional inputs, called with "
+                    f"{len(args)} and keywords {sorted(kwargs)}"
+                )
+        for name, change in named.items():
+            if name in keywords:
+                keywords[name] = change(module, keywords[name])
+            elif name in names and names.index(name) < len(inputs):
+                at = names.index(name)
+                inputs[at] = change(module, inputs[at])
+        return tuple(inputs), keywords
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def change_outputs(module: nn.Module, changes: Iterable[Change | None]) -> None:
+    """Change the first outputs of a module: a tensor, or the values of a tuple, list or mapping (ModelOutput).
+
+    Raises:
+        ValueError: when it returns fewer outputs.
+    """
+    wanted = list(changes)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        single = isinstance(output, torch.Tensor) or not isinstance(output, (tuple, list, Mapping))
+        values = [output] if single else list(output.values() if isinstance(output, Mapping) else output)
+        if len(values) < len(wanted):
+            raise ValueError(
+                f"{type(module).__name__}: its style lays out {len(wanted)} outputs, it returned {len(values)}"
+            )
+        for index, change in enumerate(wanted):
+            if change is not None:
+                values[index] = change(module, values[index])
+        if single:
+            return values[0]
+        if isinstance(output, Mapping):
+            named = dict(zip(output, values, strict=True))
+            return named if type(output) is dict else type(output)(**named)
+        return rebuilt(output, values)
+
+    module.register_forward_hook(hook)

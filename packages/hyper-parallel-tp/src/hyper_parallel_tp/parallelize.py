@@ -1,0 +1,139 @@
+"""parallelize_module: apply styles to the modules that a plan names."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
+from hyper_parallel.boundary import replicate_plain_inside
+from hyper_parallel.mesh import mesh_info
+from hyper_parallel.module_sharding import matching
+from hyper_parallel_tp.known_plans import known_plan
+from hyper_parallel_tp.style import ParallelStyle
+
+__all__ = ["parallelize_module"]
+
+Plan = ParallelStyle | Mapping[str, Any] | ShardingPlan
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Parallelise a module over a 1-D mesh, in place, and return it.
+
+    Parameters that no style names stay as they are; a tied parameter that one style spreads is spread in every place.
+    Inside the module's forward plain tensors that meet DTensors count as Replicate.
+
+    Args:
+        module: the module; its parameters may be on the meta device.
+        device_mesh: a 1-D mesh, such as ``mesh["tp"]`` of a larger one; by default the mesh whose ``with`` block the
+            call is in.
+        parallelize_plan: a style for the module itself; or a mapping from names of submodules to styles, or to
+            mappings of the same kind. ``*`` in a name stands for one component or a part of one, ``**`` for any number;
+            ``""`` is the module itself. Or a :class:`ShardingPlan`. None: the model's own plan, where a plugin or
+            ``transformers`` knows one (:mod:`hyper_parallel_tp.known_plans`); else a warning, and nothing is done.
+        src_data_rank: rank along the mesh whose parameters count: they are scattered and broadcast to the others. None:
+            each rank uses what it has.
+
+    Raises:
+        ValueError: the mesh has several dims; a name means no submodule (near misses are listed); a parameter is
+            spread over another mesh already (``fully_shard`` comes after this function).
+        TypeError: the plan is of another kind.
+    """
+    mesh = _one_dimensional(device_mesh)
+    _refuse_sharded(module, mesh)
+    plan = known_plan(module, mesh) if parallelize_plan is None else parallelize_plan
+    if plan is None:
+        warnings.warn(
+            f"parallelize_module: no plan was given and none is known for {type(module).__name__}; nothing is done",
+            stacklevel=2,
+        )
+        return module
+    if isinstance(plan, ShardingPlan):
+        return shard_module(module, mesh, plan, src_data_rank=src_data_rank)
+    for target, style in _styled(module, plan):
+        with _ties_kept(module):
+            style = copy.copy(style)
+            style.src_data_rank = src_data_rank
+            style.apply(target, mesh)
+    for part in module.modules():
+        # Modules with children, not only the root: activation checkpointing calls them again by themselves.
+        if part is module or next(part.children(), None) is not None:
+            replicate_plain_inside(part)
+    return module
+
+
+def _one_dimensional(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        from torch.distributed.device_mesh import _mesh_resources
+
+        mesh = _mesh_resources.get_current_mesh()
+    info = mesh_info(mesh)
+    if info.ndim != 1:
+        raise ValueError(
+            f"parallelize_module works on a 1-D mesh, got {info!r}; slice the axis to parallelise over, such as "
+            f"mesh[{info.names[-1]!r}]"
+        )
+    return mesh
+
+
+def _refuse_sharded(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Only plain parameters, or those that an earlier call put on this mesh."""
+    ours = mesh_info(mesh)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.layout.info is ours:
+            continue
+        if isinstance(parameter, (DTensor, TorchDTensor)):
+            raise ValueError(
+                f"parallelize_module: parameter {name!r} is spread over the mesh {parameter.device_mesh} already. "
+                "Tensor parallelism comes first: parallelize_module(model, mesh['tp'], plan), then "
+                "fully_shard(model, mesh=mesh['dp'])"
+            )
+
+
+def _styled(module: nn.Module, plan: Any, prefix: str = "") -> Iterator[tuple[nn.Module, ParallelStyle]]:
+    """The modules that a plan means, in its order, each with its style."""
+    if isinstance(plan, ParallelStyle):
+        yield module, plan
+        return
+    if not isinstance(plan, Mapping):
+        where = f" for {prefix!r}" if prefix else ""
+        raise TypeError(
+            f"parallelize_module{where} takes a ParallelStyle or a mapping from module names to styles, got "
+            f"{type(plan).__name__}"
+        )
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for pattern, style in plan.items():
+        done: set[nn.Module] = set()
+        for name in [""] if pattern == "" else matching(pattern, [n for n in modules if n], "module"):
+            if modules[name] not in done:
+                done.add(modules[name])
+                yield from _styled(modules[name], style, ".".join(filter(None, (prefix, pattern))))
+
+
+@contextmanager
+def _ties_kept(module: nn.Module) -> Iterator[None]:
+    """A parameter that several modules share is replaced in all of them when one of them gets another."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((owner, name))
+    yield
+    for parameter, shared in places.items():
+        new = [owner._parameters[name] for owner, name in shared]
+        replacement = next((p for p in new if p is not parameter), parameter)
+        if len(shared) > 1 and replacement is not parameter:
+            for owner, name in shared:
+                owner._parameters[name] = replacement

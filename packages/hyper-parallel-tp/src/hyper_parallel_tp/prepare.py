@@ -1,0 +1,156 @@
+"""PrepareModuleInput, PrepareModuleOutput and both: layouts at the boundary of a module that holds styled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel import DeviceMesh, Placement
+from hyper_parallel.boundary import Boundary
+from hyper_parallel_tp.call_hooks import Change, change_inputs, change_outputs
+from hyper_parallel_tp.local_outputs import local_piece
+from hyper_parallel_tp.style import ParallelStyle
+
+__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
+
+Layouts = Placement | Sequence[Placement | None] | None
+
+
+def _several(layouts: Layouts) -> tuple[Placement | None, ...]:
+    return () if layouts is None else (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+def _check_pairs(what: str, given: Any, desired: Any) -> None:
+    """Every value has a layout that it comes in and one that is wanted."""
+    named = isinstance(given, Mapping)
+    if (set(given) != set(desired)) if named else (len(given) != len(desired)):
+        raise ValueError(
+            f"{what} and desired_{what} go together, one for one: got {given!r} and {desired!r}. None leaves a "
+            "value as it is"
+        )
+
+
+def _mover(
+    given: Placement | None, desired: Placement | None, mesh: DeviceMesh, user: nn.Module | None, local: bool
+) -> Change | None:
+    """What is done to one value; None where it stays as it is."""
+    if given is None:
+        return None
+    boundary = Boundary([given if desired is None else desired], mesh, user, given=[given], in_flight=True)
+
+    def move(module: nn.Module, value: Any) -> Any:
+        value = boundary(value)
+        return local_piece(value, module) if local else value
+
+    return move
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Lay out a module's inputs. All its other inputs, positional and by name, stay.
+
+    Args:
+        input_layouts: what plain positional inputs are, one per input; None leaves an input as it is.
+        desired_input_layouts: what they become, one for one; DTensors too.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same by the name of forward's argument, however it is
+            passed.
+        use_local_output: give the module plain tensors, this rank's pieces.
+
+    Raises:
+        ValueError: the two kinds of layouts are not one for one; a name is no argument of the module's forward.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts, self.desired_input_layouts = _several(input_layouts), _several(desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        _check_pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
+        _check_pairs("input_kwarg_layouts", self.input_kwarg_layouts, self.desired_input_kwarg_layouts)
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """See :class:`ParallelStyle`."""
+
+        def mover(given: Placement | None, desired: Placement | None) -> Change | None:
+            return _mover(given, desired, device_mesh, module, self.use_local_output)
+
+        positional = [mover(g, d) for g, d in zip(self.input_layouts, self.desired_input_layouts, strict=True)]
+        named = {n: mover(g, self.desired_input_kwarg_layouts[n]) for n, g in self.input_kwarg_layouts.items()}
+        change_inputs(module, positional, {n: move for n, move in named.items() if move is not None})
+        return module
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Lay out a module's outputs: a tensor, or the values of a tuple, list or mapping in order. Further outputs stay.
+
+    Args:
+        output_layouts: what plain outputs are, one per output; None leaves an output as it is.
+        desired_output_layouts: what they become, one for one; DTensors too.
+        use_local_output: return plain tensors, this rank's pieces.
+
+    Raises:
+        ValueError: the two kinds of layouts are not one for one.
+    """
+
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        self.output_layouts, self.desired_output_layouts = _several(output_layouts), _several(desired_output_layouts)
+        self.use_local_output = use_local_output
+        _check_pairs("output_layouts", self.output_layouts, self.desired_output_layouts)
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """See :class:`ParallelStyle`."""
+        pairs = zip(self.output_layouts, self.desired_output_layouts, strict=True)
+        change_outputs(module, [_mover(g, d, device_mesh, None, self.use_local_output) for g, d in pairs])
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` together.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: of the inputs.
+        use_local_input: give the module plain inputs.
+        output_layouts, desired_output_layouts: of the outputs.
+        use_local_output: return plain outputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """See :class:`ParallelStyle`."""
+        self.prepare_module_input.apply(module, device_mesh)
+        return self.prepare_module_output.apply(module, device_mesh)

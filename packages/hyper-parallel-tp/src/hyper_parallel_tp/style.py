@@ -1,0 +1,57 @@
+"""The contract of a parallel style, and what all styles do with parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from torch import nn
+
+from hyper_parallel import DeviceMesh, DTensor, Placement, distribute_tensor
+from hyper_parallel.distribute import as_parameter
+from hyper_parallel.layout import as_layout
+
+__all__ = ["ParallelStyle"]
+
+
+class ParallelStyle(ABC):
+    """How one module is parallelised. :func:`parallelize_module` applies styles; a style can be applied by itself too.
+
+    A style is a value: applying it changes the module and never the style, so one instance serves many modules.
+
+    Attributes:
+        src_data_rank: rank along the mesh whose parameters count; None: each rank's own. ``parallelize_module`` applies
+            a copy of the style with its own ``src_data_rank``.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Parallelise ``module`` over a 1-D mesh, in place, and return it."""
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({shown})"
+
+    def place(self, module: nn.Module, device_mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+        """Spread parameters of the module itself; a name that it has not, or that is None, is passed over.
+
+        Raises:
+            ValueError: a parameter is spread already, in another layout.
+        """
+        for name, placement in placements.items():
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                continue
+            layout = as_layout(device_mesh, [placement], parameter.ndim)
+            if isinstance(parameter, DTensor):
+                if parameter.layout is not layout:
+                    raise ValueError(
+                        f"{type(self).__name__}: parameter {name!r} of {type(module).__name__} is laid out as "
+                        f"{parameter.layout} already, this style wants {layout}. A tied parameter has one layout; "
+                        "otherwise the module was parallelised before"
+                    )
+                continue
+            spread = distribute_tensor(parameter, layout, src_data_rank=self.src_data_rank)
+            module._parameters[name] = as_parameter(spread, parameter)
