@@ -72,8 +72,9 @@ class _ProjectionStyle(ParallelStyle):
             for adapter in getattr(module, group).values():
                 self.place(adapter, device_mesh, {"weight": self._adapter_placements(group)})
         for group in ("lora_embedding_A", "lora_embedding_B"):
-            parameters = getattr(module, group, {})
-            self.place(parameters, device_mesh, dict.fromkeys(parameters, self._adapter_placements(group)))
+            parameters = getattr(module, group, None)
+            if isinstance(parameters, nn.ParameterDict):
+                self.place(parameters, device_mesh, dict.fromkeys(parameters, self._adapter_placements(group)))
         replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
 
 
