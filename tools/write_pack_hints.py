@@ -17,10 +17,10 @@ PACK_OF_OP: dict[str, str] = {
 
 
 def packs_of_ops() -> dict[str, str]:
-    """Each op name with the pip package whose table has it."""
+    """Each op name with the pip package whose table has it; of several the first, which is ops-basic if it is one."""
     return {
         entry.name: path.relative_to(PACKAGES).parts[0]
-        for path in sorted(PACKAGES.glob("hyper-parallel-ops-*/src/**/*.yaml"))
+        for path in sorted(PACKAGES.glob("hyper-parallel-ops-*/src/**/*.yaml"), reverse=True)
         for entry in OpTable.from_path(path).entries()
     }
 

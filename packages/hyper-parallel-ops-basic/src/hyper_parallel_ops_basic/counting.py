@@ -1,0 +1,101 @@
+"""Counting values: ``histc`` and ``bincount``. Each rank counts what it holds, which leaves a pending sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call
+from hyper_parallel.dispatcher import dispatch
+from hyper_parallel.dtensor import DTensor
+from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.layout import Layout
+from hyper_parallel.op import FunctionOp
+from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
+
+from .extremes import local_extreme
+from .one_hot import number_of_classes
+
+
+class Histogram(StrategyOp):
+    """``histc(input, bins, min, max)``.
+
+    Without a range (``min == max``) it is that of the whole tensor, which costs two all-reduces of one number.
+    """
+
+    signature = "input, bins=100, min=0, max=0"
+    floats_matter = True
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
+        return [(int(call.arg("bins", 100)),)]
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        for d in range(len(call.inputs[0].shape)):
+            yield Strategy([S(d)], P)
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        over = OverAxes(targets[0], range(targets[0].ndim))
+        if not over or call.arg("min", 0) != call.arg("max", 0) or not call.inputs[0].shape.numel():
+            return None
+        bins = call.arg("bins", 100)
+        dims = tuple(range(targets[0].ndim))
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            low, high = (float(over.extreme(local_extreme(x, dims, False, op), op)) for op in ("min", "max"))
+            if low == high:  # PyTorch widens an empty range; given as such it would look for one in this rank's piece
+                low, high = low - 1, high + 1
+            return torch.histc(x, bins, low, high)
+
+        return local
+
+
+def bincount_of(ids: torch.Tensor, weights: torch.Tensor | None, bins: int) -> torch.Tensor:
+    """``torch.bincount`` of ids that are all below ``bins``."""
+    return torch.bincount(ids, weights, bins)
+
+
+class BinCount(FunctionOp):
+    """``bincount(input, weights, minlength)``; how many bins there are is all-reduced first (one number)."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        ids, weights, least = _bound(*args, **kwargs)
+        if isinstance(ids, DTensor):
+            if ids.layout.is_partial():
+                ids = ids.reduce_partial()
+            bins = number_of_classes(ids) if ids.numel() else 0
+        else:
+            bins = int(ids.max()) + 1 if ids.numel() else 0
+        return dispatch(bincount_of, (ids, weights, max(bins, least)), {})
+
+
+def _bound(input: Any, weights: Any = None, minlength: int = 0) -> tuple[Any, Any, int]:
+    return input, weights, minlength
+
+
+class BinCountOf(StrategyOp):
+    """:func:`bincount_of`."""
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
+        return [(int(call.args[2]),)]
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        yield Strategy([S(0)] * len(call.inputs), P)
+        if len(call.inputs) == 2:
+            yield Strategy([R, P], P)  # linear in the weights
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        if len(call.inputs) < 2 or not targets[0].shard_order[0] or not call.inputs[0].shape[0]:
+            return None
+
+        def local(ids: torch.Tensor, weights: torch.Tensor, bins: int) -> torch.Tensor:
+            # Of nothing PyTorch gives whole numbers, with weights too.
+            wide = torch.float32 if weights.dtype is torch.float32 else torch.float64
+            return bincount_of(ids, weights, bins).to(wide)
+
+        return local
