@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import first_dtensor, replica_spec
-from hyper_parallel.dtensor import DTensor, remembered, wrap
+from hyper_parallel.arguments import first_dtensor, map_arguments, replica_spec
+from hyper_parallel.dtensor import DTensor, reduced_form, remembered, wrap
 from hyper_parallel.in_place import vary_in_place
 from hyper_parallel.plan import Plan
 from hyper_parallel.structures import map_tensors
@@ -42,3 +42,18 @@ def changed(args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, inplace: bo
 
     new_args = tuple(map_tensors(a, change) for a in args)
     return new_args, {name: map_tensors(value, change) for name, value in kwargs.items()}
+
+
+def with_reduced_forms(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The arguments with every pending sum that was carried out once in that form, so that no second reduction follows;
+    None when there is none."""
+    found = []
+
+    def reduced(tensor: DTensor) -> DTensor:
+        form = reduced_form(tensor)
+        if form is not tensor:
+            found.append(form)
+        return form
+
+    new = map_arguments(args, kwargs, reduced)
+    return new if found else None

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import lifted, map_arguments, on_locals
+from hyper_parallel.arguments import lifted, on_locals
 from hyper_parallel.autograd_bridge import Marks
-from hyper_parallel.cache_key import PLAIN, REDUCED, scan
-from hyper_parallel.changes import changed
+from hyper_parallel.cache_key import scan
+from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import state
-from hyper_parallel.dtensor import DTensor, reduced_form
+from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError
 from hyper_parallel.in_place import before_write, note_base, run_inplace
 from hyper_parallel.meshes import on_mesh
@@ -37,12 +37,12 @@ _rules: dict[Any, Any] = {}
 
 def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Run ``func`` on arguments that contain DTensors."""
-    mode = state.mode
     rule = _rules.get(func)
     if rule is None:
         rule = _find(func)
     if rule.__class__ is not Rule:
         return rule(func, args, kwargs or {})
+    mode = state.mode
     if mode.skip:
         return on_locals(func, args, kwargs or {})
     if rule.generic:
@@ -52,29 +52,30 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if kwargs and kwargs.get("out") is not None:
         return into_out(func, args, kwargs)
     grad = _grad_enabled()
+    source = args[0] if args else None  # of which the result may be a view
     solution = None
     copied = False
-    source = args[0] if args else None  # of which the result may be a view
-    use_reduced = rule.use_reduced
     while True:
         key: list[Any] = [grad, mode, solution is None]
         local_args: list[Any] = []
         local_kwargs: dict[str, Any] = {}
-        met = scan(args, key, local_args, grad, rule.by_value, use_reduced)
-        if kwargs and not met:
+        loose = scan(args, key, local_args, grad, rule.by_value)
+        if kwargs and not loose:
             values: list[Any] = []
-            for name in kwargs:
-                key.append(name)
-            met = scan(kwargs.values(), key, values, grad, rule.by_value, use_reduced)
-            local_kwargs = dict(zip(kwargs, values, strict=True)) if not met else {}
-        if met == PLAIN:
+            key.extend(kwargs)
+            loose = scan(kwargs.values(), key, values, grad, rule.by_value)
+            local_kwargs = dict(zip(kwargs, values, strict=False))
+        if loose:
             return dispatch(func, *lifted(rule.name, rule.op, args, kwargs or {}))
-        if met == REDUCED:
-            args, kwargs = map_arguments(args, kwargs or {}, reduced_form)
-            use_reduced = False
-            continue
         lookup = tuple(key)
         plan = rule.cache.get(lookup)
+        if plan is not None and plan.ready:
+            break
+        if rule.use_reduced and solution is None:
+            reduced = with_reduced_forms(args, kwargs or {})
+            if reduced is not None:
+                args, kwargs = reduced
+                continue
         if plan is None:
             plan = make_plan(rule, args, kwargs or {}, solution)
             if len(rule.cache) >= CACHE_LIMIT:
@@ -90,7 +91,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         copied = copied or plan.is_view
     if plan.inplace:
         return run_inplace(plan, args, local_args, local_kwargs)
-    out = plan.call(*local_args, **local_kwargs)
+    out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)
     spec = plan.spec
     if spec is None and plan.unfinished is not None:
         finish(plan, out)
@@ -110,8 +111,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     )
     result._local = out
     result._spec = spec
-    if not grad:
-        result._pending = Marks.now
+    result._pending = None if grad else Marks.now
     if plan.is_view:
         note_base(result, source, rule.name if copied else None)
     return result

@@ -45,10 +45,13 @@ class DTensor(torch.Tensor):
     ``hyper_parallel.zeros``. ``shape``, ``size``, ``stride``, ``numel``, ``len`` are those of the global tensor.
     """
 
+    # Read and set on every call, therefore slots.
+    __slots__ = ("_local", "_pending", "_spec")
     _local: torch.Tensor
     _spec: Spec
     # What has to happen before the local tensor may be used; None in the common case.
-    _pending: Any = None
+    _pending: Any
+
     # Forms that were computed once (see remembered); never copied or pickled.
     _memo: dict[Any, Any] | None = None
     # Of a pending reduction: the form that was reduced once, with what it depends on.
@@ -510,8 +513,7 @@ def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
     )
     result._local = local
     result._spec = spec
-    if not torch.is_grad_enabled():
-        result._pending = Marks.now
+    result._pending = None if torch.is_grad_enabled() else Marks.now
     return result
 
 

@@ -51,9 +51,23 @@ class Plan:
         mesh: the mesh on which the inputs meet, when they are on several.
         solution: what the rule decided, which holds after the changes.
         inplace: the first argument is the result.
+        ready: whether calls alike can be run as they are: the inputs fit, and none is a pending sum, of which there may
+            be a form that was reduced before.
     """
 
-    __slots__ = ("call", "changes", "flat", "inplace", "is_view", "mesh", "solution", "spec", "specs", "unfinished")
+    __slots__ = (
+        "call",
+        "changes",
+        "flat",
+        "inplace",
+        "is_view",
+        "mesh",
+        "ready",
+        "solution",
+        "spec",
+        "specs",
+        "unfinished",
+    )
 
     def __init__(self) -> None:
         self.call: Any = None
@@ -66,6 +80,7 @@ class Plan:
         self.flat = False
         self.inplace = False
         self.is_view = False
+        self.ready = False
 
 
 def is_inplace(name: str) -> bool:
@@ -113,6 +128,7 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
         plan.is_view = solution.is_view and solution.targets[0] is not call.inputs[0].layout
         return plan
     plan.call = solution.local or rule.func
+    plan.ready = not (rule.use_reduced and any(spec.layout.is_partial() for spec in call.inputs))
     plan.inplace = rule.inplace
     plan.is_view = solution.is_view
     if solution.shapes is not None:

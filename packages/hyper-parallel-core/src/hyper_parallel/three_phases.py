@@ -57,7 +57,7 @@ def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     local_args, local_kwargs, values = op.preprocess(args, kwargs)
     parts: list[Any] = [torch.is_grad_enabled(), state.mode, *kwargs]
     for given in (args, kwargs.values()):
-        scan(given, parts, [], torch.is_grad_enabled(), 2, False)
+        scan(given, parts, [], torch.is_grad_enabled(), 2)
     key = tuple(parts)
     found = rule.cache.get(key)
     if found is None:
