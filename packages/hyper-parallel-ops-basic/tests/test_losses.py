@@ -44,6 +44,27 @@ class TestNLLLoss(OpConformance):
     )
 
 
+CHUNKS = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2, chunking_method=None, allow_retain_graph=True)
+BIAS = tensor(6)
+
+
+class TestLinearCrossEntropy(OpConformance):
+    op = F.linear_cross_entropy
+    meshes = ((4,), (2, 2))
+    max_layouts = 15
+    samples = (
+        sample(tensor(5, 3), tensor(6, 3), IGNORED, linear_bias=BIAS).options(name="whole"),
+        sample(tensor(5, 3), tensor(6, 3), IGNORED, linear_bias=BIAS, options=CHUNKS).options(name="chunked"),
+        sample(tensor(5, 3), tensor(6, 3), FIRST_IGNORED, weight=WEIGHT, reduction="none", options=CHUNKS).options(
+            name="weighted"
+        ),
+        sample(tensor(5, 3), tensor(6, 3), LABELS, ignore_index=2, reduction="sum", options=CHUNKS).options(name="sum"),
+        sample(tensor(3), tensor(6, 3), torch.tensor(4), options=CHUNKS).options(name="one"),
+        sample(tensor(5, 3), tensor(6, 3), tensor(5, 6, low=0.0), label_smoothing=0.2).options(name="soft"),
+        sample(tensor(2, 3), tensor(5, 2, 3), tensor(2, 2, dtype=torch.int64, high=5)).options(name="k-dimensional"),
+    )
+
+
 class PointwiseLosses(OpConformance):
     meshes = ((4,), (2, 2))
     max_layouts = 15

@@ -16,7 +16,7 @@ from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
-from .class_parallel import class_parallel_losses, locate
+from .class_parallel import ClassShard, class_parallel_losses, locate
 from .loss_reduction import reduction_of
 
 
@@ -86,6 +86,7 @@ class CrossEntropy(ClassLoss):
         held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
         weight_at = call.index("weight")
         weight_sharded = weight_at is not None and bool(targets[weight_at].shard_order[0])
+        classes = ClassShard(over, dim, held, shape[dim], weight_sharded)
         parsed, elements = self._parsed, _elements(shape, dim)
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -93,15 +94,13 @@ class CrossEntropy(ClassLoss):
             x, target, weight = given["input"], given["target"], given.get("weight")
             ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
             if over:
-                losses, weights = class_parallel_losses(
-                    x, target, weight, over, dim, held, shape[dim], ignored, smoothing, weight_sharded
-                )
+                losses, weights = class_parallel_losses(x, target, weight, classes, ignored, smoothing)
             else:
                 losses = F.cross_entropy(
                     x, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
                 )
                 weights = None if dense else _weights(target, weight, ignored, losses.dtype)
-            return _reduced(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
+            return reduced_losses(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
 
         return local
 
@@ -139,7 +138,7 @@ class NLLLoss(ClassLoss):
                 losses = -_picked(x, target, dim, held) * weights
             else:
                 losses = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
-            return _reduced(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
+            return reduced_losses(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
 
         return local
 
@@ -162,7 +161,7 @@ def _weights(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dt
     return torch.where(valid, weight.detach()[torch.where(valid, target, 0)], 0)
 
 
-def _reduced(
+def reduced_losses(
     losses: torch.Tensor, weights: torch.Tensor | None, reduction: str, over: OverAxes, elements: int
 ) -> torch.Tensor:
     """The losses reduced: with ``weights``, a mean that is reduced over the ranks too; else this rank's term."""
