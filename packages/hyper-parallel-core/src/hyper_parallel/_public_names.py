@@ -49,7 +49,9 @@ _FIRST_PARTY = {
     ),
     "hyper-parallel-tp": (
         "ColwiseParallel",
+        "FusedLinearCrossEntropyLoss",
         "NoParallel",
+        "ParallelCrossEntropyLoss",
         "ParallelDims",
         "ParallelStyle",
         "PrepareModuleInput",
@@ -57,6 +59,7 @@ _FIRST_PARTY = {
         "PrepareModuleOutput",
         "RowwiseParallel",
         "SequenceParallel",
+        "count_tokens",
         "gather_tensor_parallel_logits",
         "input_reshard",
         "is_loss_parallel_active",

@@ -42,15 +42,16 @@ class LinearCrossEntropy(FunctionOp):
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self.signature.bind(args, kwargs)
-        x, matrix, target, bias = (given.get(k) for k in ("input", "linear_weight", "target", "linear_bias"))
-        rules = {name: given[name] for name in ("weight", "reduction", "label_smoothing") if name in given}
+        x, matrix, target = given["input"], given["linear_weight"], given["target"]
+        bias, options = given.get("linear_bias"), given.get("options")
+        rules: dict[str, Any] = {k: given[k] for k in ("weight", "reduction", "label_smoothing") if k in given}
         scores_shape = (*x.shape[:-1], *matrix.shape[:-1])
         probabilities = tuple(target.shape) == scores_shape
         if given.get("ignore_index") is not None:
             if probabilities:
                 raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
             rules["ignore_index"] = given["ignore_index"]
-        chunked = given.get("options") is not None and not probabilities and matrix.ndim == 2
+        chunked = options is not None and not probabilities and matrix.ndim == 2
         if x.ndim < 1 or (x.ndim > 2 and not chunked) or matrix.ndim < 2 or x.shape[-1] != matrix.shape[-1]:
             raise RuntimeError(
                 "linear_cross_entropy takes an input of shape (features), (rows, features) or, in chunks, "
@@ -58,7 +59,7 @@ class LinearCrossEntropy(FunctionOp):
                 f"{tuple(x.shape)} and {tuple(matrix.shape)}"
             )
         if chunked:
-            return chunked_linear_cross_entropy(x, matrix, target, bias, options=given["options"], **rules)
+            return chunked_linear_cross_entropy(x, matrix, target, bias, options=options, **rules)
         if matrix.ndim > 2:
             matrix = matrix.reshape(-1, matrix.shape[-1])
             bias = None if bias is None else bias.reshape(-1)
@@ -79,7 +80,11 @@ def chunked_linear_cross_entropy(
     """The chunked form, for class indices: input ``(..., features)``, target ``(...)``. The rule of DTensors is
     :class:`ChunkedLinearCrossEntropy`; plain tensors take PyTorch's."""
     tensors = (input, linear_weight, target, linear_bias, weight)
-    rules = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    rules: dict[str, Any] = {
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
     if has_torch_function(tensors):
         return handle_torch_function(chunked_linear_cross_entropy, tensors, *tensors, options=options, **rules)
     if target.shape != input.shape[:-1]:
@@ -91,7 +96,7 @@ def chunked_linear_cross_entropy(
         linear_bias=linear_bias,
         weight=weight,
         options=None if linear_weight.is_meta else options,
-        **rules,  # type: ignore[arg-type]
+        **rules,
     )
     return losses if losses.ndim == 0 else losses.reshape(target.shape)
 
@@ -135,7 +140,7 @@ class ChunkedLinearCrossEntropy(StrategyOp):
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             matrix, target = given["linear_weight"], given["target"]
             x = given["input"].reshape(target.numel(), matrix.shape[1])
-            chunk = rows_per_chunk(given["options"], *x.shape, len(matrix))
+            chunk = rows_per_chunk(given["options"], len(x), *matrix.shape)
             losses, weights = index_losses(
                 lambda labels: _LinearTerms.apply(x, matrix, given.get("linear_bias"), classes, labels, chunk),
                 target.flatten(),
@@ -150,7 +155,7 @@ class ChunkedLinearCrossEntropy(StrategyOp):
         return local
 
 
-def rows_per_chunk(options: Any, rows: int, features: int, classes: int) -> int:
+def rows_per_chunk(options: Any, rows: int, classes: int, features: int) -> int:
     """How many rows a chunk has, by ``torch.nn.LinearCrossEntropyOptions``. Without a number: as many as make a chunk's
     scores as large as the input, in a power of two, over the factor of ``"aspect_ratio:N"`` (2 for ``"auto"``).
 

@@ -8,6 +8,7 @@ HYPER_PARALLEL_API = 1
 
 _NAMES = {
     "hyper_parallel_tp.loss_parallel": ("gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"),
+    "hyper_parallel_tp.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
     "hyper_parallel_tp.parallelize": ("parallelize_module",),
     "hyper_parallel_tp.prepare": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
     "hyper_parallel_tp.projections": ("ColwiseParallel", "RowwiseParallel"),
