@@ -149,6 +149,8 @@ def test_what_cannot_be_distributed_is_refused():
     mesh, value = mesh_of((4,)), whole(5, 3)
     x = distribute_tensor(value, mesh, [Shard(0)])
     assert distribute_tensor(x, mesh, [Shard(0)]) is x
+    with pytest.raises(TypeError, match=r"on every rank, got NoneType.*torch.empty\(\(\)\).expand"):
+        distribute_tensor(None, mesh_of((4,)), [Shard(0)])
     with pytest.raises(ValueError, match="use redistribute"):
         distribute_tensor(x, mesh, [Shard(1)])
     with pytest.raises(ValueError, match="leaf"):

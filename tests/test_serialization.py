@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -256,8 +257,32 @@ def test_empty_shards_scalars_and_replicas():
 
 @pytest.mark.ranks(4)
 def test_a_pending_sum_is_not_saved():
-    with Folder() as path, pytest.raises(dcp.api.CheckpointException, match="pending reduction cannot be saved"):
+    with Folder() as path, pytest.raises(dcp.api.CheckpointException, match="pending reduction can neither be saved nor"):
         dcp.save({"w": make(whole(7, 3), mesh_of((4,)), [Partial()])}, checkpoint_id=path)
+
+
+@pytest.mark.ranks(4)
+def test_a_pending_sum_is_not_loaded_into():
+    with Folder() as path:
+        dcp.save({"w": make(whole(7, 3), mesh_of((4,)), [Shard(0)])}, checkpoint_id=path)
+        with pytest.raises(dcp.api.CheckpointException, match="pending reduction can neither be saved nor loaded into"):
+            dcp.load({"w": make(whole(7, 3), mesh_of((4,)), [Partial()])}, checkpoint_id=path)
+
+
+@pytest.mark.ranks(4, timeout=240)
+def test_an_asynchronous_save_holds_the_values_of_its_start():
+    layouts = layouts_of(2)
+    state = {f"w{i}": make(whole(7, 3) * (i + 1), layout.mesh, layout) for i, layout in enumerate(layouts)}
+    state["transposed"] = make(whole(7, 3).t(), mesh_of((2, 2)), [Shard(1), Replicate()])
+    want = {name: tensor.full_tensor().clone() for name, tensor in state.items()}
+    with Folder() as path:
+        saving = dcp.async_save(state, checkpoint_id=path)
+        for tensor in state.values():
+            tensor.zero_()
+        saving.result()
+        dcp.load(state, checkpoint_id=path)
+    for name, tensor in state.items():
+        assert torch.equal(tensor.full_tensor(), want[name])
 
 
 # -- torch.distributed.checkpoint.state_dict ----------------------------------------------------------------------
@@ -324,3 +349,45 @@ def test_model_state_dict_round_trip():
     assert sorted(state) == ["fc.bias", "fc.weight", "scale"]
     set_model_state_dict(other, state)
     check_equal(other, net)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_torchs_full_state_dict_holds_whole_tensors(cpu_offload):
+    net, optimizer = training(Shard(0), Shard(0))
+    step(net, optimizer)
+    want = {name: value.full_tensor() for name, value in net.state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=options)
+    if cpu_offload and dist.get_rank():
+        assert (model_state, optimizer_state) == ({}, {})
+        return
+    for name, value in want.items():
+        assert type(model_state[name]) is torch.Tensor
+        assert torch.equal(model_state[name], value)
+    assert type(optimizer_state["state"]["fc.weight"]["exp_avg"]) is torch.Tensor
+    assert optimizer_state["state"]["fc.weight"]["exp_avg"].shape == (6, 3)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_torchs_set_state_dict_takes_a_full_state_dict(broadcast):
+    net, optimizer = training(Shard(0), Shard(0))
+    step(net, optimizer)
+    model_state, optimizer_state = get_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+    other, its_optimizer = training(Shard(1), Replicate(), seed=1)
+    if broadcast and dist.get_rank():
+        model_state, optimizer_state = {}, {}
+    set_state_dict(
+        other,
+        its_optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast),
+    )
+    check_equal(other, net)
+    assert other.fc.weight.placements == (Shard(1),)
+    step(net, optimizer)
+    step(other, its_optimizer)
+    for got, want in zip(other.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(got.detach().full_tensor(), want.detach().full_tensor())

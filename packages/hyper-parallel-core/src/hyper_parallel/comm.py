@@ -69,3 +69,10 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor] | None, group: AxisGrou
     if comm_trace._active:
         comm_trace.record("scatter", out, group)
     dist.scatter(out, parts, group=group.group, group_src=group_src)
+
+
+def gather(parts: list[torch.Tensor] | None, tensor: torch.Tensor, group: AxisGroup, group_dst: int) -> None:
+    """Give member ``group_dst`` the equal-sized tensors of all; only it passes ``parts``."""
+    if comm_trace._active:
+        comm_trace.record("gather", tensor, group)
+    dist.gather(tensor, parts, group=group.group, group_dst=group_dst)

@@ -42,8 +42,14 @@ def distribute_tensor(
         A DTensor leaf that requires a gradient when ``tensor`` does.
 
     Raises:
+        TypeError: ``tensor`` is no tensor.
         ValueError: the tensor is a DTensor in another layout, or not a leaf; the source rank is out of range.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"distribute_tensor takes the global tensor on every rank, got {type(tensor).__name__}. Ranks other than the "
+            "source pass any tensor of its shape and dtype, such as torch.empty(()).expand(shape), which takes no memory"
+        )
     layout = as_layout(device_mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):
         if tensor.layout is layout:
@@ -81,7 +87,7 @@ def _from_rank(data: torch.Tensor, layout: Layout, src: int) -> torch.Tensor:
         if not 0 <= src < size:
             raise ValueError(f"src_data_rank {src} is out of range on mesh axis {info.names[axis]!r} of size {size}")
     shape = tuple(data.shape)
-    local = data.contiguous()
+    local = data  # off the source rank perhaps an expanded scalar: its memory is not touched
     current = layout.replicated()
     sharding = [axis for axes in layout.shard_order for axis in axes]
     for axis in sharding:
@@ -95,7 +101,7 @@ def _from_rank(data: torch.Tensor, layout: Layout, src: int) -> torch.Tensor:
             group = info.group((axis,))
             local = local.contiguous().clone()
             comm.broadcast(local, group, _member(group, axis, src))
-    return transition(local, (current, NOT_VARYING), (layout, NOT_VARYING), shape)
+    return transition(local.contiguous(), (current, NOT_VARYING), (layout, NOT_VARYING), shape)
 
 
 def _member(group: AxisGroup, axis: int, index: int) -> int:
@@ -111,11 +117,8 @@ def _scatter(
     group: AxisGroup,
     src: int,
 ) -> torch.Tensor:
-    info, dim = current.info, placement.dim
-    here = info.my_coordinate()
-    size = length(dim_intervals(current, shape, dim, here)) if shape[dim] else 0
-    whole = ((0, size),) if size else ()
-    parts = [split_intervals(whole, placement, info.shape[axis], c[axis]) for c in group.coordinates]
+    dim = placement.dim
+    parts = _parts(current, shape, placement, axis, group)
     widest = max(length(p) for p in parts)
     piece_shape = list(local.shape)
     piece_shape[dim] = widest
@@ -132,6 +135,71 @@ def _scatter(
     out = local.new_empty(piece_shape)
     comm.scatter(out, pieces, group, src)
     return out.narrow(dim, 0, length(parts[group.rank])).contiguous()
+
+
+def _parts(
+    whole: Layout, shape: tuple[int, ...], placement: Shard, axis: int, group: AxisGroup
+) -> list[tuple[tuple[int, int], ...]]:
+    """Where in this rank's piece in layout ``whole`` each member's part lies when ``axis`` shards it too."""
+    size = length(dim_intervals(whole, shape, placement.dim, whole.info.my_coordinate()))
+    inside = ((0, size),) if size else ()
+    return [split_intervals(inside, placement, whole.mesh_shape[axis], c[axis]) for c in group.coordinates]
+
+
+def gather_to_first(tensor: DTensor) -> torch.Tensor | None:
+    """The whole tensor on the first rank of the mesh, None on the others; no rank else holds more than it sends on.
+
+    The reverse of ``distribute_tensor``: the shards are gathered axis by axis, innermost first. All ranks of the mesh
+    call it.
+
+    Raises:
+        ValueError: the tensor is a pending reduction.
+    """
+    layout, shape = tensor.layout, tuple(tensor.shape)
+    if layout.is_partial():
+        raise ValueError(f"gather_to_first: a pending reduction, {layout}; call reduce_partial() first")
+    info, local = layout.info, tensor._resolve().detach()
+    here = info.my_coordinate()
+    sharding = [axis for axes in layout.shard_order for axis in axes]
+    if any(index and axis not in sharding for axis, index in enumerate(here)):
+        return None  # this rank holds a copy
+    for axis in reversed(sharding):
+        placement = layout.placements[axis]
+        assert isinstance(placement, Shard)
+        layout = layout.with_placements({axis: Replicate()})
+        gathered = _gather(local, layout, shape, placement, axis)
+        if gathered is None:
+            return None
+        local = gathered
+    return local
+
+
+def _gather(
+    local: torch.Tensor, target: Layout, shape: tuple[int, ...], placement: Shard, axis: int
+) -> torch.Tensor | None:
+    """The piece in layout ``target`` on the first member of the axis; None on the others."""
+    group, dim = target.info.group((axis,)), placement.dim
+    parts = _parts(target, shape, placement, axis, group)
+    widest = max(length(p) for p in parts)
+    size = list(local.shape)
+    size[dim] = widest
+    sent = local.contiguous()
+    if local.shape[dim] < widest:
+        sent = local.new_zeros(size)
+        sent.narrow(dim, 0, local.shape[dim]).copy_(local)
+    first = _member(group, axis, 0)
+    pieces = [torch.empty_like(sent) for _ in parts] if group.rank == first else None
+    comm.gather(pieces, sent, group, first)
+    if pieces is None:
+        return None
+    size[dim] = sum(length(p) for p in parts)
+    out = local.new_empty(size)
+    for piece, part in zip(pieces, parts, strict=True):
+        offset = 0
+        for start, stop in part:
+            out.narrow(dim, start, stop - start).copy_(piece.narrow(dim, offset, stop - start))
+            offset += stop - start
+    return out
 
 
 _DISTRIBUTED = "_hyper_parallel_distributed"

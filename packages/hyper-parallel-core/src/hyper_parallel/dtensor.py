@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
-from hyper_parallel import autograd_bridge, comm
+from hyper_parallel import autograd_bridge, comm, torch_state_dicts
 from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.layout import Layout, _rebuild_layout, as_layout
@@ -465,18 +465,24 @@ class DTensor(torch.Tensor):
 
     # -- distributed checkpoint -----------------------------------------------------------------------------------
 
+    def data_ptr(self) -> int:
+        """0: a DTensor has no memory of its own (PyTorch's DTensor says so too; ``dcp.async_save`` copies what has 0
+        attribute by attribute). See ``to_local().data_ptr()``."""
+        self._resolve()
+        return 0
+
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from hyper_parallel.checkpoint import write_items
+        from hyper_parallel.checkpoint.blocks import write_items
 
         return write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from hyper_parallel.checkpoint import chunk_list
+        from hyper_parallel.checkpoint.blocks import chunk_list
 
         return chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from hyper_parallel.checkpoint import tensor_shard
+        from hyper_parallel.checkpoint.blocks import tensor_shard
 
         return tensor_shard(self, index)
 
@@ -732,6 +738,8 @@ torch.serialization.add_safe_globals([_rebuild_dtensor, _rebuild_layout, Layout,
 _types_of_optimizers.append(DTensor)
 _types_of_clipping.append(DTensor)
 
+
+torch_state_dicts.install()
 
 # The dispatcher needs DTensor, so it is imported when the first operator is called.
 _dispatch: Callable[..., Any] | None = None

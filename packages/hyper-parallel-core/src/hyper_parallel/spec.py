@@ -52,6 +52,9 @@ class Spec:
         """Shape of this rank's local tensor."""
         return local_shape(self.layout, self.shape, self.layout.info.my_coordinate())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self  # interned
+
     def __repr__(self) -> str:
         varying = f", varying over {sorted(self.varying)}" if self.varying else ""
         return f"Spec({tuple(self.shape)}, {self.dtype}, {self.layout}{varying})"

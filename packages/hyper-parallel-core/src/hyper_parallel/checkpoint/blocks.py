@@ -15,14 +15,21 @@ if TYPE_CHECKING:
     from hyper_parallel.dtensor import DTensor
 
 
-def _blocks(tensor: DTensor) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
+def blocks(tensor: DTensor) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
     """(global offsets, sizes, place in the local tensor) of every block that this rank holds.
 
     A packed shard has several blocks.
+
+    Raises:
+        RuntimeError: the tensor is a pending reduction, whose terms belong to no place of a file. (PyTorch's planner
+            replaces a ValueError by one about something else.)
     """
     layout = tensor.layout
     if layout.is_partial():
-        raise ValueError(f"a pending reduction cannot be saved: {layout}. Call .reduce_partial() first")
+        raise RuntimeError(
+            f"a pending reduction can neither be saved nor loaded into: {layout}. Save tensor.reduce_partial(); load "
+            "into a tensor whose placements are Shard or Replicate"
+        )
     if 0 in tensor.shape:  # an empty tensor is one empty block, so that its name is in the checkpoint
         return [(torch.Size([0] * tensor.ndim), tensor.shape, ())]
     per_dim = []
@@ -47,18 +54,18 @@ def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
                 chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes), properties=properties, size=tensor.shape
             ),
         )
-        for offsets, sizes, _ in _blocks(tensor)
+        for offsets, sizes, _ in blocks(tensor)
     ]
 
 
 def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """The blocks that this rank holds."""
-    return [ChunkStorageMetadata(offsets=offsets, sizes=sizes) for offsets, sizes, _ in _blocks(tensor)]
+    return [ChunkStorageMetadata(offsets=offsets, sizes=sizes) for offsets, sizes, _ in blocks(tensor)]
 
 
 def tensor_shard(tensor: DTensor, index: Any) -> torch.Tensor:
     """The part of the local tensor that is the block at ``index.offset``; writing it writes the tensor."""
-    for offsets, _, place in _blocks(tensor):
+    for offsets, _, place in blocks(tensor):
         if index.offset is None or tuple(index.offset) == tuple(offsets):
             return tensor._resolve().detach()[place]
     raise ValueError(f"{index.fqn}: this rank holds no block at {index.offset} of {tensor.layout}")

@@ -1,0 +1,1 @@
+"""State dicts and checkpoints of distributed training (docs/checkpoints.md)."""

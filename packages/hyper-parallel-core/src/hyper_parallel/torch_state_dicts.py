@@ -1,0 +1,81 @@
+"""Make ``StateDictOptions(full_state_dict=True)`` of ``torch.distributed.checkpoint.state_dict`` know our DTensors.
+
+PyTorch's helpers ask ``isinstance(value, torch.distributed.tensor.DTensor)`` and pass everything else through: a "full"
+state dict would silently hold shards. They have no hook to add a class, so three of their functions are wrapped.
+:mod:`hyper_parallel.checkpoint` has the same helpers in bounded memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import _state_dict_utils
+
+if TYPE_CHECKING:
+    from hyper_parallel.dtensor import DTensor
+
+_USER = "torch.distributed.checkpoint.state_dict"
+
+
+def install() -> None:
+    """Wrap the functions, where they are defined and where they were imported to."""
+    for name, wrapper in (
+        ("_gather_state_dict", _gathering),
+        ("_distribute_state_dict", _placing),
+        ("_broadcast_state_dict", _placing),
+    ):
+        wrapped = wrapper(getattr(_state_dict_utils, name))
+        setattr(_state_dict_utils, name, wrapped)
+        if _USER in sys.modules:
+            setattr(sys.modules[_USER], name, wrapped)
+
+
+def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gather)
+    def wrapper(
+        state_dict: dict[str, Any], *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
+    ) -> Any:
+        from hyper_parallel.distribute import gather_to_first
+
+        def whole(tensor: DTensor) -> torch.Tensor | None:
+            value = gather_to_first(tensor.reduce_partial()) if ranks_only == (0,) else tensor.full_tensor()
+            return value.cpu() if cpu_offload and value is not None else value
+
+        changed = _map_dtensors(state_dict, whole)
+        return gather(changed, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
+
+    return wrapper
+
+
+def _placing(fill: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fill)
+    def wrapper(
+        full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], *args: Any, **options: Any
+    ) -> None:
+        from hyper_parallel.distribute import distribute_tensor
+        from hyper_parallel.dtensor import DTensor
+
+        ours = {name: value.layout for name, value in local_state_dict.items() if isinstance(value, DTensor)}
+        fill(full_state_dict, local_state_dict, *args, **options)
+        for name, layout in ours.items():
+            value = local_state_dict.get(name)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                local_state_dict[name] = distribute_tensor(value.detach(), layout, src_data_rank=None)
+
+    return wrapper
+
+
+def _map_dtensors(value: Any, change: Callable[[DTensor], Any]) -> Any:
+    from hyper_parallel.dtensor import DTensor
+
+    if isinstance(value, DTensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_dtensors(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map_dtensors(item, change) for item in value])
+    return value
