@@ -47,8 +47,8 @@ def distribute_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"distribute_tensor takes the global tensor on every rank, got {type(tensor).__name__}. Ranks other than the "
-            "source pass any tensor of its shape and dtype, such as torch.empty(()).expand(shape), which takes no memory"
+            f"distribute_tensor takes the global tensor on every rank, got {type(tensor).__name__}. Ranks other than "
+            "the source pass any tensor of its shape and dtype; torch.empty(()).expand(shape) takes no memory"
         )
     layout = as_layout(device_mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):

@@ -53,9 +53,7 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 def _placing(fill: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fill)
-    def wrapper(
-        full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], *args: Any, **options: Any
-    ) -> None:
+    def wrapper(full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         from hyper_parallel.distribute import distribute_tensor
         from hyper_parallel.dtensor import DTensor
 
