@@ -204,6 +204,7 @@ class TestLinalgNorm(Reductions):
 
 class TestCumsum(Reductions):
     op = torch.cumsum
+    inplace = "cumsum_"
     samples = (sample(MATRIX, 0), sample(MATRIX, dim=1), sample(THIN, 0), sample(tensor(7, dtype=torch.int32), 0))
 
 
@@ -220,7 +221,7 @@ class TestTopk(Reductions):
 
 class TestSort(Reductions):
     op = torch.sort
-    samples = (sample(MATRIX), sample(MATRIX, 0, True), sample(THIN, dim=1))
+    samples = (sample(MATRIX), sample(MATRIX, 0, True), sample(THIN, dim=1), sample(tensor(2, 5, 3, 1), dim=1))
 
 
 class TestArgsort(Reductions):
@@ -230,14 +231,50 @@ class TestArgsort(Reductions):
 
 class TestMedian(Reductions):
     op = torch.median
-    samples = (sample(MATRIX), sample(MATRIX, 0), sample(MATRIX, dim=0, keepdim=True))
+    samples = (sample(MATRIX), sample(MATRIX, 0), sample(MATRIX, dim=0, keepdim=True), sample(NANS))
+
+
+class TestNanmedian(Reductions):
+    op = torch.nanmedian
+    samples = (sample(NANS), sample(MATRIX, 1))
+
+
+class TestKthvalue(Reductions):
+    op = torch.kthvalue
+    samples = (sample(MATRIX, 2), sample(MATRIX, k=5, dim=0, keepdim=True), sample(tensor(3, 2, 5), 2, 0))
+
+
+class TestMode(Reductions):
+    op = torch.mode
+    samples = (sample(tensor(5, 6, dtype=torch.int64), 0), sample(tensor(7, dtype=torch.int64)))
 
 
 class TestCumprod(Reductions):
     op = torch.cumprod
-    samples = (sample(MATRIX, 0),)
+    inplace = "cumprod_"
+    samples = (
+        sample(MATRIX, 0),
+        sample(torch.tensor([1.0, 2.0, 0.0, 3.0, 0.0, 5.0], dtype=torch.float64), 0),
+        sample(THIN, 0, dtype=torch.float64),
+    )
+
+
+class TestLogcumsumexp(Reductions):
+    op = torch.logcumsumexp
+    samples = (sample(MATRIX, 0), sample(tensor(2, 6), 1))
 
 
 class TestCummax(Reductions):
     op = torch.cummax
-    samples = (sample(MATRIX, 1),)
+    samples = (
+        sample(MATRIX, 1),
+        sample(MATRIX, 0),
+        sample(tensor(9, dtype=torch.int64), 0),
+        sample(NANS, 0),
+        sample(tensor(3, 2), 0),
+    )
+
+
+class TestCummin(Reductions):
+    op = torch.cummin
+    samples = (sample(MATRIX, 0), sample(tensor(9, dtype=torch.int64), 0))

@@ -195,6 +195,7 @@ class Solution:
             is its gradient).
         uncounted: inputs read only for dtype, device or shape.
         is_view: whether the output shares memory with the first input.
+        copies: whether it does so on one device but not here: a write to it would be lost, and is refused.
         shapes: global shape of each output where the rule knows it (cheap); None: found with meta tensors.
         meta: computes the outputs' global shapes on meta tensors; None for the function itself.
     """
@@ -206,6 +207,7 @@ class Solution:
     reduced: tuple[frozenset[int], ...] | None = None
     uncounted: frozenset[int] = frozenset()
     is_view: bool = False
+    copies: bool = False
     shapes: Sequence[tuple[int, ...]] | None = None
     meta: Callable[..., Any] | None = None
 

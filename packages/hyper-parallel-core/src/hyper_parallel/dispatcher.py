@@ -100,7 +100,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         many = wrap_many(out, plan.specs)
         if plan.is_view:
             for view in many:
-                note_base(view, source, rule.name if copied else None)
+                note_base(view, source, rule.name if copied or plan.copies else None)
         return many
     if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
         return args[0]  # a cast or copy that was none, as in PyTorch
@@ -113,7 +113,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     result._spec = spec
     result._pending = None if grad else Marks.now
     if plan.is_view:
-        note_base(result, source, rule.name if copied else None)
+        note_base(result, source, rule.name if copied or plan.copies else None)
     return result
 
 

@@ -64,6 +64,7 @@ class DTensor(torch.Tensor):
     # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not
     # written to.
     _copied_by: str | None = None
+    _copy_of: DTensor | None = None
     # The redistributed copies that were taken where one device has views of this tensor.
     _copies: Sequence[weakref.ref[DTensor]] = ()
     # The DTensor whose ``.data`` this is.

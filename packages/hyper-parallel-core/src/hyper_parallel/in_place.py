@@ -41,8 +41,11 @@ def note_base(view: DTensor, base: Any, copied_by: str | None) -> None:
     if copied_by is not None:
         view._copied_by = copied_by
         if isinstance(base, DTensor):
-            root = _root(base)
-            root._copies = [*(other for other in root._copies if other() is not None), weakref.ref(view)]
+            view._copy_of = _root(base)
+            source: DTensor | None = view._copy_of
+            while source is not None:  # a copy of a copy would on one device be a view of the first tensor too
+                source._copies = [*(other for other in source._copies if other() is not None), weakref.ref(view)]
+                source = source._copy_of
     elif isinstance(base, DTensor):
         root = _root(base)
         view._base_dtensor = root

@@ -53,11 +53,13 @@ class Plan:
         inplace: the first argument is the result.
         ready: whether calls alike can be run as they are: the inputs fit, and none is a pending sum, of which there may
             be a form that was reduced before.
+        is_view, copies: as in :class:`~hyper_parallel.call.Solution`.
     """
 
     __slots__ = (
         "call",
         "changes",
+        "copies",
         "flat",
         "inplace",
         "is_view",
@@ -81,6 +83,7 @@ class Plan:
         self.inplace = False
         self.is_view = False
         self.ready = False
+        self.copies = False
 
 
 def is_inplace(name: str) -> bool:
@@ -125,12 +128,12 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
     if changes:
         plan.changes, plan.solution = changes, solution
         plan.flat = all(a.__class__ is Ref for a in call.args[: changes[-1][0] + 1])
-        plan.is_view = solution.is_view and solution.targets[0] is not call.inputs[0].layout
+        plan.is_view = (solution.is_view or solution.copies) and solution.targets[0] is not call.inputs[0].layout
         return plan
     plan.call = solution.local or rule.func
     plan.ready = not (rule.use_reduced and any(spec.layout.is_partial() for spec in call.inputs))
     plan.inplace = rule.inplace
-    plan.is_view = solution.is_view
+    plan.is_view, plan.copies = solution.is_view or solution.copies, solution.copies
     if solution.shapes is not None:
         # Dtype and stride are those of the first result.
         layouts = [fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
@@ -236,8 +239,8 @@ def output_varying(call: Call, solution: Solution, layout: Layout, output: int) 
 
 
 def wrap_many(out: Any, specs: tuple[Spec | None, ...]) -> Any:
-    if not isinstance(out, (tuple, list)):
-        return out
+    if not isinstance(out, (tuple, list)) or not specs:
+        return out  # no tensors, or DTensors already
     return rebuilt(out, [wrap_one(o, s) if s is not None else o for o, s in zip(out, specs, strict=True)])
 
 

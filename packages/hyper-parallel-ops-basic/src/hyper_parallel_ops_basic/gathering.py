@@ -24,6 +24,11 @@ def pending_of(call: Call, name: str) -> list[Partial]:
     return sorted(found, key=lambda p: p.reduce_op)
 
 
+def pending_lookup(dtype: torch.dtype) -> Partial:
+    """What a lookup leaves when each rank has zeros (False) for what others hold."""
+    return Partial("max") if dtype is torch.bool else P
+
+
 class IndexSelect(StrategyOp):
     """``index_select(input, dim, index)``."""
 
@@ -40,15 +45,15 @@ class IndexSelect(StrategyOp):
             yield Strategy({"index": S(0)}, S(dim))
         for pending in pending_of(call, "input"):
             yield Strategy({"input": pending}, pending)
-        if spec.dtype is not torch.bool:
-            yield Strategy({"input": S(dim)}, P)
+        if spec.shape:
+            yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
         dim = call.dim("dim")
         assert dim is not None
-        if not targets[0].shard_order[dim]:
+        if not targets[0].ndim or not targets[0].shard_order[dim]:
             return None
         held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
         bind = self._bind
@@ -82,8 +87,8 @@ class Gather(IndexSelect):
             yield Strategy({"index": S(dim)}, S(dim))
         for pending in pending_of(call, "input"):
             yield Strategy({"input": pending}, pending)
-        if spec.dtype is not torch.bool and spec.shape:
-            yield Strategy({"input": S(dim)}, P)
+        if spec.shape:
+            yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]

@@ -20,7 +20,7 @@ class Item:
     Attributes:
         kind: a new dim, an int, a slice, an integer tensor (or list), or a bool mask.
         dim: dimension of the tensor that it reads; the first one for a mask, which reads several.
-        value: the int, the range, or the shape of the tensor, list or mask.
+        value: the int (None where a 0-dim tensor holds it), the range, or the shape of the tensor, list or mask.
         where: position in the index tuple; None for dims that the index leaves out.
         ref: the index tensor, when it is one.
     """
@@ -82,9 +82,24 @@ class Index:
         """The picked range of every dim that has one."""
         return {i.dim: i.value for i in self.items if i.kind == "range"}
 
-    def ints(self) -> dict[int, int]:
-        """The picked position of every dim that an int removes."""
-        return {i.dim: i.value for i in self.items if i.kind == "int"}
+    def ints(self) -> list[Item]:
+        """The ints, each of which removes a dim."""
+        return [i for i in self.items if i.kind == "int"]
+
+    def tensors(self) -> list[Item]:
+        """The index tensors and lists, masks not counted."""
+        return [i for i in self.items if i.kind == "tensor"]
+
+    @property
+    def mask(self) -> Item | None:
+        """The mask, when there is one."""
+        return next((i for i in self.items if i.kind == "mask"), None)
+
+    def on_meta(self, given: Any) -> tuple[Any, ...]:
+        """The index for a meta tensor, whose ints a meta tensor cannot hold."""
+        given = given if isinstance(given, tuple) else (given,)
+        unread = {i.where for i in self.ints() if i.ref is not None}
+        return tuple(0 if where in unread else part for where, part in enumerate(given))
 
 
 def _items(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Item, ...]:
@@ -112,9 +127,7 @@ def _dims_read(part: Any) -> int:
     if part is None or part is Ellipsis:
         return 0
     if isinstance(part, bool):
-        raise NotImplementedError(
-            "indexing a DTensor with a single True or False has no rule; use [None] or an empty slice"
-        )
+        return 0
     if isinstance(part, Ref) and part.dtype in (torch.bool, torch.uint8):
         return len(part.shape)
     if isinstance(part, (list, tuple)):
@@ -126,10 +139,14 @@ def _dims_read(part: Any) -> int:
 def _item(part: Any, dim: int, shape: tuple[int, ...], where: int) -> Item:
     if part is None:
         return Item("new", dim, None, where)
+    if isinstance(part, bool):
+        return Item("mask", dim, (), where)
     if isinstance(part, slice):
         return Item("range", dim, range(shape[dim])[part], where)
     if isinstance(part, Ref):
         mask = part.dtype in (torch.bool, torch.uint8)
+        if not part.shape and not mask:
+            return Item("int", dim, None, where, part)
         return Item("mask" if mask else "tensor", dim, tuple(part.shape), where, part)
     if isinstance(part, (list, tuple)):
         found = torch.as_tensor(part)

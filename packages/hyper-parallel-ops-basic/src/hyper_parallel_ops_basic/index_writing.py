@@ -1,69 +1,71 @@
-"""``x[index] = value`` and ``index_put_``: every rank writes the part of the picked region that it holds.
+"""``x[index] = value``, ``index_put_``, ``masked_scatter``: every rank writes what it holds of the picked region.
 
-The target keeps its layout. Slices and ints may run over sharded dimensions, at any position; index tensors and masks
-read whole dimensions, except a mask with one number for all elements.
+The target keeps its layout. Slices and ints may run over sharded dimensions, at any position; of index tensors and
+masks every rank takes what falls into its piece, and of the values what belongs to that.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Ref, Solution, refuse
+from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.ranges import Overlap, keep_range, overlaps
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
-from hyper_parallel.strategy import LayoutOp
+from hyper_parallel.placements import Partial, Replicate, on_dim
+from hyper_parallel.strategy import LayoutOp, S
 from hyper_parallel.transition import plan_transition
-from hyper_parallel_ops_basic.index_arguments import Index
-from hyper_parallel_ops_basic.indexing import local_parts
+
+from .factories import settled
+from .index_arguments import Index, Item
+from .indexing import local_piece, of_dims
+from .picking import Picked
 
 
 class SetItem(LayoutOp):
-    """``x[index] = value``; ``index_put_(indices, values)`` is the same with tensors only."""
+    """``x[index] = value``; ``index_put(indices, values, accumulate)`` is the same with tensors only."""
 
     signature = "input, indices, values, accumulate=False"
 
     def solve(self, call: Call) -> Solution:
         target = call.inputs[0].layout
         shape = tuple(call.inputs[0].shape)
-        by_tensors = call.name != "__setitem__"  # index_put_ takes a list of tensors
+        by_tensors = call.name != "__setitem__"  # index_put takes a list of tensors
         given = call.arg("indices")
         index = Index(tuple(given) if by_tensors else given, shape)
         value = call.arg("values")
-        number = not isinstance(value, Ref) or not value.shape
         targets = [spec.layout.replicated() for spec in call.inputs]
         targets[0] = target
-        same: set[int] = set()  # dims of the result on which a sharded value lies as the target does
-        masks = [i for i in index.items if i.kind == "mask"]
-        if number and len(masks) == 1 and len(index.gathered_dims()) == len(masks[0].value):
-            mask = masks[0]
-            if mask.ref is not None:
-                targets[mask.ref.index] = _of_mask(target, mask.dim, len(mask.value))
-            elif any(target.shard_order[d] for d in index.gathered_dims()):
-                raise self._gathers_sharded(call, index)
-        elif any(target.shard_order[d] for d in index.gathered_dims()):
-            raise self._gathers_sharded(call, index)
+        same: set[int] = set()  # dims of the result on which a sharded value lies as the target or what is picked does
+        mask = index.mask
+        if mask is not None and any(target.shard_order[d] for d in index.gathered_dims()):
+            if sum(i.kind in ("tensor", "mask") for i in index.items) > 1:
+                raise refuse(
+                    call,
+                    "a mask on a sharded dimension is mixed with other index tensors",
+                    "use mask.nonzero() in its place, or redistribute the target first",
+                )
+        if mask is not None and mask.ref is not None:
+            targets[mask.ref.index] = of_dims(target, range(mask.dim, mask.dim + len(mask.value)))
         if isinstance(value, Ref):
             targets[value.index], same = self._value_layout(call, index, value, target)
         _check(call, targets)
-        if call.arg("accumulate"):
-            raise refuse(call, "accumulate=True has no rule", "use index_add_ or scatter_add_")
-        local = self._write(index, target, shape, same, by_tensors)
-        return Solution(targets, [target], local, meta=lambda x, *args, **kwargs: x)
+        write = _Writing(index, target, shape, same)
+        in_place, neutral = call.inplace, neutral_of_number(target)
 
-    @staticmethod
-    def _gathers_sharded(call: Call, index: Index) -> Exception:
-        return refuse(
-            call,
-            f"an index tensor or mask reads dimensions {tuple(index.gathered_dims())} of the target, one of which is "
-            "sharded, so that a rank cannot tell which of its elements are meant",
-            "redistribute the target first, or use scatter, index_copy or where",
-        )
+        def local(x: torch.Tensor, given: Any, value: Any, accumulate: bool = False) -> torch.Tensor:
+            given = tuple(given) if isinstance(given, tuple) or by_tensors else (given,)
+            if neutral is not None and not isinstance(value, torch.Tensor):
+                value = neutral
+            return write(x if in_place else x.clone(), given, value, accumulate)
+
+        return Solution(targets, [target], _with_names(local), meta=lambda x, *args, **kwargs: x)
 
     @staticmethod
     def _value_layout(call: Call, index: Index, value: Ref, target: Layout) -> tuple[Layout, set[int]]:
@@ -87,77 +89,160 @@ class SetItem(LayoutOp):
                 for axis in axes:
                     layout = layout.with_placements({axis: wanted[axis]})
                 same.add(at)
+        if index.mask is not None:
+            at = index.gathered or 0
+            own = at - (len(index.result) - len(value.shape))
+            axes = OverAxes(target, index.gathered_dims()).axes
+            if own >= 0 and axes and have.shard_order[own] == axes:
+                layout = layout.with_placements({a: S(own) for a in axes})
+                same.add(at)
         return layout, same
 
-    @staticmethod
-    def _write(
-        index: Index, target: Layout, shape: tuple[int, ...], same: set[int], by_tensors: bool
-    ) -> Callable[..., Any]:
+
+class _Writing:
+    """What a rank does for ``x[index] = value`` on its piece."""
+
+    def __init__(self, index: Index, target: Layout, shape: tuple[int, ...], same: set[int]) -> None:
+        self.index, self.target, self.shape, self.same = index, target, shape, same
         here = target.info.my_coordinate()
-        held = {d: dim_intervals(target, shape, d, here) for d in range(len(shape)) if target.shard_order[d]}
-        choices: list[list[tuple[int, Overlap]]] = []
-        fixed: dict[int, int] = {}
+        self.held = {d: dim_intervals(target, shape, d, here) for d in range(len(shape)) if target.shard_order[d]}
+        self.choices: list[list[tuple[int, Overlap]]] = []
         for dim, picked in index.ranges().items():
-            if dim in held:
-                kept = keep_range(target, shape, dim, picked) if index.result.index(dim) in same else None
-                found = overlaps(held[dim], picked) if kept is None else [Overlap(kept.local, slice(0, len(picked)))]
-                choices.append([(dim, overlap) for overlap in found])
-        mine = True
-        for dim, position in index.ints().items():
-            if dim in held:
-                found = overlaps(held[dim], range(position, position + 1))
-                mine = mine and bool(found)
-                fixed[dim] = found[0].local.start if found else 0
-        blocks = list(itertools.product(*choices)) if mine else []
-        neutral = neutral_of_number(target)
+            if dim in self.held:
+                found = overlaps(self.held[dim], picked)
+                if index.result.index(dim) in same and (kept := keep_range(target, shape, dim, picked)) is not None:
+                    found = [Overlap(kept.local, slice(0, len(picked)))]
+                self.choices.append([(dim, overlap) for overlap in found])
+        self.looked_up = {
+            i.dim: HeldIndices(target, shape, i.dim) for i in [*index.ints(), *index.tensors()] if i.dim in self.held
+        }
+        self.mask_dims: Sequence[int] = ()
+        if index.mask is not None:
+            self.mask_dims = range(index.mask.dim, index.mask.dim + len(index.mask.value))
 
-        def write(x: torch.Tensor, given: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            given = tuple(given) if isinstance(given, tuple) or by_tensors else (given,)
-            if neutral is not None and not isinstance(value, torch.Tensor):
-                value = neutral
-            if not blocks:
-                _stay_connected(x, value)
-            for block in blocks:
-                parts = local_parts(index, {d: o.local for d, o in block})
-                where = tuple(given[p] if isinstance(p, int) else p.value for p in parts)
-                where = _with_ints(index, where, fixed)
-                piece = _piece(value, index, [(index.result.index(d), o.result) for d, o in block], same)
-                x[where] = piece
-            return x
+    def __call__(self, x: torch.Tensor, given: Sequence[Any], value: Any, accumulate: bool) -> torch.Tensor:
+        parts = [_local_part(item, self.shape, given) for item in self.index.items]
+        mine, chosen = True, None
+        for at, item in enumerate(self.index.items):
+            if item.kind == "int" and item.dim in self.held:
+                position = self.looked_up[item.dim].position(parts[at] % self.shape[item.dim])
+                mine, parts[at] = mine and position is not None, position or 0
+        if any(d in self.held for d in self.mask_dims):
+            value = self._by_mask(x, parts, value)
+        elif any(i.dim in self.held for i in self.index.tensors()):
+            chosen = self._by_tensors(x, parts)
+        blocks = list(itertools.product(*self.choices)) if mine else []
+        if not blocks:
+            _stay_connected(x, value)
+        for block in blocks:
+            where = list(parts)
+            for at, item in enumerate(self.index.items):
+                for dim, overlap in block:
+                    if item.kind == "range" and item.dim == dim:
+                        where[at] = overlap.local
+            piece = self._piece(value, [(self.index.result.index(d), o.result) for d, o in block], chosen)
+            if accumulate:
+                _add(x, where, piece)
+            else:
+                x[tuple(where)] = piece
+        return x
 
-        return write
+    def _by_tensors(self, x: torch.Tensor, parts: list[Any]) -> torch.Tensor:
+        """Leaves, in ``parts``, the elements of the index tensors that this rank holds; returns which these are."""
+        tensors = [(at, i) for at, i in enumerate(self.index.items) if i.kind == "tensor"]
+        mine: torch.Tensor | None = None
+        found = []
+        for at, item in tensors:
+            ids = torch.as_tensor(parts[at], device=x.device)
+            held = self.looked_up.get(item.dim)
+            if held is not None:
+                ids, here = held.find(torch.where(ids < 0, ids + held.size, ids))
+                mine = here if mine is None else torch.logical_and(mine, here)
+            found.append(ids)
+        assert mine is not None
+        *found, chosen = torch.broadcast_tensors(*found, mine)
+        for (at, _), ids in zip(tensors, found, strict=True):
+            parts[at] = ids[chosen]
+        return chosen
+
+    def _by_mask(self, x: torch.Tensor, parts: list[Any], value: Any) -> Any:
+        """Leaves, in ``parts``, this rank's part of the mask; returns the values for it."""
+        at = next(i for i, item in enumerate(self.index.items) if item is self.index.mask)
+        layout = of_dims(self.target, self.mask_dims)
+        sizes = tuple(self.shape[d] for d in self.mask_dims)
+        mask = torch.as_tensor(parts[at], device=x.device).to(torch.bool)
+        parts[at] = mask if self.index.items[at].ref is not None else local_piece(mask, layout)
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = (self.index.gathered or 0) - (len(self.index.result) - value.ndim)
+        if own < 0 or (value.shape[own] == 1 and (self.index.gathered or 0) not in self.same):
+            return value
+        picked = Picked(parts[at], layout, sizes)
+        if (self.index.gathered or 0) in self.same:
+            return picked.collect(value, own)
+        if value.shape[own] != picked.total:
+            raise RuntimeError(
+                f"shape mismatch: {value.shape[own]} values for {picked.total} elements that the mask picks"
+            )
+        return value.index_select(own, picked.places.to(x.device))
+
+    def _piece(self, value: Any, cuts: list[tuple[int, slice]], chosen: torch.Tensor | None) -> Any:
+        """The part of the value that goes to this rank."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        added = len(self.index.result) - value.ndim
+        for at, cut in cuts:
+            own = at - added
+            if own >= 0 and value.shape[own] != 1 and at not in self.same:
+                value = value.narrow(own, cut.start, cut.stop - cut.start)
+        if chosen is None or not value.ndim:
+            return value
+        # The dims that the index tensors make become one, of those elements that are here.
+        first, count = (self.index.gathered or 0) - added, chosen.ndim
+        last = first + count
+        if last <= 0:
+            return value
+        sizes = list(value.shape)
+        sizes[max(first, 0) : last] = chosen.shape
+        value = value.expand(sizes) if first >= 0 else value.expand(*chosen.shape, *value.shape[last:])
+        first = max(first, 0)
+        rows = value.movedim(list(range(first, first + count)), list(range(count)))[chosen]
+        return rows.movedim(0, first)
 
 
-def _with_ints(index: Index, where: tuple[Any, ...], fixed: dict[int, int]) -> tuple[Any, ...]:
-    return tuple(fixed.get(i.dim, p) if i.kind == "int" else p for i, p in zip(index.items, where, strict=True))
+def _local_part(item: Item, shape: tuple[int, ...], given: Sequence[Any]) -> Any:
+    if item.kind == "range":
+        picked = item.value
+        return slice(None) if len(picked) == shape[item.dim] else slice(picked.start, picked.stop, picked.step)
+    if item.kind == "int":
+        return item.value if item.ref is None else int(given[item.where or 0])
+    return None if item.kind == "new" else given[item.where or 0]
 
 
-def _piece(value: Any, index: Index, cuts: list[tuple[int, slice]], same: set[int]) -> Any:
-    """The part of the value that goes to this rank."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    added = len(index.result) - value.ndim
-    for at, cut in cuts:
-        own = at - added
-        if own >= 0 and value.shape[own] != 1 and at not in same:
-            value = value.narrow(own, cut.start, cut.stop - cut.start)
-    return value
+def _add(x: torch.Tensor, where: Sequence[Any], value: Any) -> None:
+    """``x[where] += value`` with repeated indices added each time; ``where`` holds slices and index tensors."""
+    region = x[tuple(part if isinstance(part, slice) else slice(None) for part in where)]
+    indices = [None if isinstance(part, slice) else torch.as_tensor(part, device=x.device) for part in where]
+    while indices and indices[-1] is None:
+        indices.pop()
+    value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    region.index_put_(tuple(indices), value, accumulate=True)
+
+
+def _with_names(local: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the keyword names of the methods (``indices``, ``values``) too."""
+
+    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = dict(zip(("indices", "values", "accumulate"), args, strict=False)) | kwargs
+        return local(x, given["indices"], given["values"], given.get("accumulate", False))
+
+    return call
 
 
 def _stay_connected(x: torch.Tensor, value: Any) -> None:
     """A rank that writes nothing still takes part in the backward pass, whose collectives need all ranks."""
     if isinstance(value, torch.Tensor) and value.requires_grad and x.ndim:
         x.narrow(0, 0, 0).copy_(value.reshape(-1)[:1].sum())
-
-
-def _of_mask(target: Layout, first: int, count: int) -> Layout:
-    """A mask over ``count`` dims from ``first`` of the target, laid out like them."""
-    placements: dict[int, Placement] = {}
-    order = [target.shard_order[d] for d in range(first, first + count)]
-    for dim, axes in enumerate(order):
-        for axis in axes:
-            placements[axis] = on_dim(target.placements[axis], dim)
-    return target.with_order(tuple(placements.get(a, Replicate()) for a in range(len(target.placements))), tuple(order))
 
 
 def neutral_of_number(target: Layout) -> int | None:
@@ -184,3 +269,37 @@ def _check(call: Call, targets: list[Layout]) -> None:
                 f"input {position} does not fit the region of the target that it is written to, which needs {wanted}",
                 f"redistribute input {position} to {wanted}, or use redistribute_policy('auto')",
             )
+
+
+class MaskedScatter(LayoutOp):
+    """``masked_scatter(input, mask, source)``: the picked elements get those of ``source``, in order.
+
+    The mask is laid out like the input; the source is whole on each rank, which takes what its picked elements need.
+    """
+
+    signature = "input, mask, source"
+
+    def solve(self, call: Call) -> Solution:
+        target, shape = settled(call.inputs[0].layout), tuple(call.inputs[0].shape)
+        mask = call.spec("mask")
+        added = len(shape) - len(mask.shape)
+        kept = [d for d in range(len(shape)) if d >= added and mask.shape[d - added] == shape[d]]
+        like = of_dims(target, kept)
+        mask_layout = like.move_dims([d - added for d in kept], len(mask.shape))
+        targets = [target, mask_layout, call.spec("source").layout.replicated()]
+        parsed, in_place = self._parsed, call.inplace
+        assert parsed is not None
+
+        def scatter(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parsed.bind(args, kwargs)
+            x, source = given["input"], given["source"].reshape(-1)
+            chosen = given["mask"].expand(x.shape)
+            picked = Picked(chosen, target, shape)
+            if picked.total > source.numel():
+                raise RuntimeError(
+                    f"masked_scatter: expected at least {picked.total} elements in source, got {source.numel()}"
+                )
+            put = torch.Tensor.masked_scatter_ if in_place else torch.masked_scatter
+            return put(x, chosen, source[picked.places.to(x.device)])
+
+        return Solution(targets, [target], scatter, shapes=[shape])

@@ -1,144 +1,177 @@
 """Reading a part of a tensor: ``x[...]``, ``narrow``, ``select``.
 
-A slice of a sharded dimension stays sharded, and a view, when the pieces that the ranks hold of it are what a placement
-says (``x[8]`` over two ranks: ``x[2:6]`` is two and two; ``x[:4]`` would be four and none). Otherwise that dimension
-has to be brought to Replicate first.
+A slice of a sharded dimension is a view, without communication, where the pieces that the ranks hold of it are what a
+placement says (``x[8]`` over two ranks: ``x[2:6]`` is two and two). Otherwise (``x[:3]``) what crosses the ranks'
+borders travels in one all-to-all, and the result is a copy. An int or index tensors on a sharded dimension read where
+the elements are: a pending sum. A mask picks as many elements as the data says, spread evenly over the ranks.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution, refuse
-from hyper_parallel.families.ranges import fit_ranges
+from hyper_parallel.call import Call, Solution
+from hyper_parallel.families.held_indices import HeldIndices, one_row_more
+from hyper_parallel.families.moving import Move, plain
+from hyper_parallel.families.ranges import keep_range
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
+from hyper_parallel.plan import fit_rank
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
-from hyper_parallel_ops_basic.index_arguments import Index
+
+from .gathering import pending_lookup
+from .index_arguments import Index, Item
+from .picking import Picked
+
+Get = Callable[..., torch.Tensor]
 
 
 class GetItem(StrategyOp):
-    """``x[index]``.
-
-    Attributes:
-        says_length: whether the call names a length even where it takes all (``narrow``).
-    """
+    """``x[index]``."""
 
     makes_views = True
-    says_length = False
 
     def index(self, call: Call) -> Index:
         """The index in its one general form."""
         return Index(call.args[1], call.inputs[0].shape)
+
+    def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The parts of the index in a local call, which :class:`Item.where` numbers."""
+        return args[1] if isinstance(args[1], tuple) else (args[1],)
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         index, spec = self.index(call), call.inputs[0]
         for dim, picked in index.ranges().items():
             if spec.layout.shard_order[dim] or len(picked) == spec.shape[dim]:
                 yield Strategy([S(dim)], S(index.result.index(dim)))
+        alone = sum(i.kind in ("tensor", "mask") for i in index.items) == 1
+        looked_up = pending_lookup(spec.dtype)
+        for item in [*index.ints(), *([] if index.has_mask else index.tensors())]:
+            yield Strategy([S(item.dim)], looked_up)
+        if index.mask is not None and alone:
+            # The picked elements are spread over the axes; the layout is known when they are.
+            for d in range(len(index.mask.value)):
+                row: list[Placement] = [R] * len(call.inputs)
+                row[0] = S(index.mask.dim + d)
+                if index.mask.ref is not None:
+                    row[index.mask.ref.index] = S(d)
+                yield Strategy(row, S(index.gathered or 0))
         yield from _gather_rows(index, len(call.inputs))
         for pending in {p for p in spec.layout.placements if isinstance(p, Partial)}:
             yield Strategy([pending], pending)
 
     def solve(self, call: Call) -> Solution:
         index = self.index(call)
-        spec = call.inputs[0]
-        layout = layout_that_can_be_indexed(spec.layout, tuple(spec.shape), index)
-        if layout is not spec.layout:
-            if call.mode.policy != "auto":
-                raise refuse(
-                    call,
-                    "the index picks from a sharded dimension what its shards cannot keep",
-                    f"redistribute the tensor to {layout} first, or use redistribute_policy('auto')",
-                )
-            call = copy.copy(call)
-            call.inputs = [spec.replace(layout=layout), *call.inputs[1:]]
         solution = super().solve(call)
-        self._keep_ranges(call, index, solution)
-        solution.is_view = index.is_basic
-        if index.has_mask:
-            _solve_by_data(solution, call, index)
+        target, output = solution.targets[0], solution.outputs[0]
+        assert output is not None
+        output = fit_rank(output, len(index.result))
+        shape = tuple(call.inputs[0].shape)
+        local = _Reading(index, target, shape, self.given)
+        for dim, picked in index.ranges().items():
+            if target.shard_order[dim]:
+                output = local.keep(dim, picked, output)
+        solution.outputs[0] = output
+        sharded = [i for i in [*index.ints(), *index.tensors()] if target.shard_order[i.dim]]
+        local.held = {i.dim: HeldIndices(target, shape, i.dim) for i in sharded}
+        copies = bool(local.moves or any(i.kind == "int" for i in sharded))
+        solution.is_view, solution.copies = index.is_basic and not copies, index.is_basic and copies
+        if any(i.ref is not None for i in index.ints()):
+            solution.meta = lambda x, given: x[index.on_meta(given)]
+        if index.mask is not None:
+            _solve_by_data(solution, call, index, local)
+        elif local.differs:
+            solution.local = local
         return solution
 
-    def _keep_ranges(self, call: Call, index: Index, solution: Solution) -> None:
-        """Give the result the placements of the kept ranges, and the local call this rank's slices."""
-        shape, target, output = tuple(call.inputs[0].shape), solution.targets[0], solution.outputs[0]
-        assert output is not None
-        slices = {}
-        for dim, picked in index.ranges().items():
-            if not target.shard_order[dim]:
+
+class _Reading:
+    """What a rank does for ``x[index]`` on its piece."""
+
+    def __init__(self, index: Index, target: Layout, shape: tuple[int, ...], given: Callable[..., Any]) -> None:
+        self.index, self.target, self.shape, self.given = index, target, shape, given
+        self.slices: dict[int, slice] = {}
+        self.moves: dict[int, Move] = {}
+        self.held: dict[int, HeldIndices] = {}
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is not what the function itself would do."""
+        return bool(self.slices or self.moves or self.held)
+
+    def keep(self, dim: int, picked: range, output: Layout) -> Layout:
+        """Take ``picked`` of a sharded dim; returns the result's layout."""
+        at, size = self.index.result.index(dim), self.shape[dim]
+        kept = keep_range(self.target, self.shape, dim, picked)
+        if kept is None:
+            output = plain(output, [at])
+            self.moves[dim] = Move.between(self.target, size, dim, output, at, torch.tensor(list(picked)))
+            self.slices[dim] = slice(None)
+            return output
+        moved = {a: on_dim(p, at) for a, p in kept.placements.items()}
+        placements = [moved.get(a, p) for a, p in enumerate(output.placements)]
+        self.slices[dim] = slice(None) if len(picked) == size and picked.step > 0 else kept.local
+        return output.with_order(tuple(placements), output.shard_order)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.read(args[0], self.given(args, kwargs))
+
+    def read(self, x: torch.Tensor, given: Sequence[Any]) -> torch.Tensor:
+        """The part of the result that this rank holds."""
+        for dim, move in self.moves.items():
+            x = move(x, dim)
+        where = [self._local_part(item, given) for item in self.index.items]
+        mine: torch.Tensor | None = None
+        for at, item in enumerate(self.index.items):
+            held = self.held.get(item.dim) if item.kind in ("int", "tensor") else None
+            if held is None:
                 continue
-            # The engine may have put one more axis on the dim than the range can take.
-            target, (kept,) = fit_ranges(target, shape, dim, [picked])
-            given_up = {a: Replicate() for a in solution.targets[0].shard_order[dim] if a not in kept.placements}
-            at = index.result.index(dim)
-            output = output.with_placements(given_up)
-            placements = [
-                on_dim(kept.placements[a], at) if a in kept.placements else p for a, p in enumerate(output.placements)
-            ]
-            output = output.with_order(tuple(placements), output.shard_order)
-            if self.says_length or len(picked) != shape[dim]:
-                slices[dim] = kept.local
-        solution.targets[0], solution.outputs[0] = target, output
-        if slices:
-            solution.local = self.on_piece(index, slices)
+            if item.kind == "int":
+                position = held.position(where[at] % held.size)
+                if position is None:
+                    x = one_row_more(x, item.dim)
+                    position = x.shape[item.dim] - 1  # zeros
+                where[at] = position
+                continue
+            ids = torch.as_tensor(where[at], device=x.device)
+            positions, here = held.find(torch.where(ids < 0, ids + held.size, ids))
+            if x.shape[item.dim] == 0:
+                x = one_row_more(x, item.dim)
+            where[at] = positions
+            mine = here if mine is None else mine & here
+        out = x[tuple(where)]
+        if mine is None:
+            return out
+        after = out.ndim - (self.index.gathered or 0) - len(self.index.broadcast or ())
+        return out.masked_fill(~mine.view(*mine.shape, *[1] * after), 0)
 
-    def on_piece(self, index: Index, changed: dict[int, slice]) -> Callable[..., Any]:
-        """The local call with other slices on some dims."""
-        parts = local_parts(index, changed)
-
-        def get(x: torch.Tensor, given: Any) -> torch.Tensor:
-            given = given if isinstance(given, tuple) else (given,)
-            return x[tuple(given[p] if isinstance(p, int) else p.value for p in parts)]
-
-        return get
-
-
-class Fixed:
-    """A part of a local index that is known beforehand."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def local_parts(index: Index, changed: dict[int, slice]) -> list[Fixed | int]:
-    """The index for the local tensor: known parts, and for index tensors their position in the index given."""
-    parts: list[Fixed | int] = []
-    for item in index.items:
+    def _local_part(self, item: Item, given: Sequence[Any]) -> Any:
         if item.kind == "range":
+            if item.dim in self.slices:
+                return self.slices[item.dim]
             picked = item.value
-            parts.append(Fixed(changed.get(item.dim, slice(picked.start, picked.stop, picked.step))))
-            if item.dim not in changed and len(picked) == index.shape[item.dim]:
-                parts[-1] = Fixed(slice(None))
-        elif item.kind in ("tensor", "mask"):
-            assert item.where is not None
-            parts.append(item.where)
-        else:
-            parts.append(Fixed(item.value))
-    return parts
-
-
-def layout_that_can_be_indexed(layout: Layout, shape: tuple[int, ...], index: Index) -> Layout:
-    """``layout`` itself, or with Replicate on the mesh axes whose shards the index cannot keep."""
-    for dim in [*index.ints(), *index.gathered_dims()]:
-        layout = layout.with_placements({a: Replicate() for a in layout.shard_order[dim]})
-    for dim, picked in index.ranges().items():
-        layout, _ = fit_ranges(layout, shape, dim, [picked])
-    return layout
+            whole = len(picked) == self.shape[item.dim] and picked.step > 0
+            return slice(None) if whole else slice(picked.start, picked.stop, picked.step)
+        if item.kind == "int":
+            if item.ref is None:
+                return item.value
+            value, size = int(given[item.where or 0]), self.shape[item.dim]
+            if not -size <= value < size:
+                raise IndexError(f"index {value} is out of bounds for dimension {item.dim} with size {size}")
+            return value
+        return None if item.kind == "new" else given[item.where or 0]
 
 
 def _gather_rows(index: Index, count: int) -> Iterable[Strategy]:
     """Index tensors that are sharded alike, on a tensor that is not."""
-    items = [i for i in index.items if i.kind == "tensor"]
     for b, size in enumerate(index.broadcast or ()):
         inputs: list[Placement] = [R] * count
         legal = True
-        for item in items:
+        for item in index.tensors():
             own = b - (len(index.broadcast or ()) - len(item.value))
             if own >= 0 and item.value[own] == size:
                 if item.ref is None:  # a list is the same on every rank
@@ -149,36 +182,63 @@ def _gather_rows(index: Index, count: int) -> Iterable[Strategy]:
             yield Strategy(inputs, S((index.gathered or 0) + b))
 
 
-def _solve_by_data(solution: Solution, call: Call, index: Index) -> None:
+def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading) -> None:
     """A mask: the result's shape is known only when it was computed, equally on all ranks."""
-    layout, run = solution.outputs[0], solution.local or call.func
-    assert layout is not None
-    sources, ranges = index.result, index.ranges()
+    base, mask = solution.outputs[0], index.mask
+    assert base is not None
+    assert mask is not None
+    target, at = local.target, index.gathered or 0
+    dims = range(mask.dim, mask.dim + len(mask.value))
+    mask_shape = tuple(local.shape[d] for d in dims)
+    mask_layout = of_dims(target, dims)
+    sharded = any(target.shard_order[d] for d in dims)
+    ranges = index.ranges()
+    sizes = [None if source is None else len(ranges[source]) for source in index.result]
 
-    def get(x: torch.Tensor, given: Any) -> Any:
+    def get(*args: Any, **kwargs: Any) -> Any:
         from hyper_parallel.dtensor import wrap
 
-        out = run(x, given)
-        order = (layout.shard_order + ((),) * out.ndim)[: out.ndim]
-        placed = layout.with_order(layout.placements, order)
-        shape = [
-            len(ranges[source]) if axes and source is not None else size
-            for size, axes, source in zip(out.shape, order, sources, strict=True)
-        ]
-        varying = frozenset(a for a in call.inputs[0].varying if isinstance(placed.placements[a], Replicate))
-        return wrap(out, make_spec(placed, shape, contiguous_stride(shape), out.dtype, varying))
+        given = list(local.given(args, kwargs))
+        chosen = torch.as_tensor(given[mask.where or 0], device=args[0].device).to(torch.bool)
+        if sharded and mask.ref is None:
+            chosen = local_piece(chosen, mask_layout)
+        given[mask.where or 0] = chosen
+        out, layout = local.read(args[0], given), base
+        shape = [size if n is None else n for size, n in zip(out.shape, sizes, strict=True)]
+        if sharded:
+            picked = Picked(chosen, mask_layout, mask_shape)
+            out, shape[at] = picked.spread(out, at), picked.total
+            layout = picked.layout_of(base, out.ndim, at)
+        varying = frozenset(a for a in call.inputs[0].varying if isinstance(layout.placements[a], Replicate))
+        return wrap(out, make_spec(layout, shape, contiguous_stride(shape), out.dtype, varying))
 
-    solution.local, solution.meta = get, _nothing
+    solution.local, solution.meta = get, by_data
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def by_data(*args: Any, **kwargs: Any) -> None:
+    """What a call whose results only the data tells gives on meta tensors."""
+
+
+def of_dims(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Layout of a tensor over some of the dims, laid out as these are and Replicate beyond."""
+    mapping = {d: i for i, d in enumerate(dims)}
+    placements: dict[int, Placement] = {
+        a: on_dim(layout.placements[a], mapping[d]) for d in dims for a in layout.shard_order[d]
+    }
+    order = tuple(layout.shard_order[d] for d in dims)
+    return layout.with_order(tuple(placements.get(a, Replicate()) for a in range(len(layout.placements))), order)
+
+
+def local_piece(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's part of a tensor that every rank has."""
+    from hyper_parallel.random import local_part
+
+    return local_part(whole, layout, tuple(whole.shape))
 
 
 class Narrow(GetItem):
     """``narrow(x, dim, start, length)``."""
 
-    says_length = True
     signature = "input, dim, start, length"
 
     def index(self, call: Call) -> Index:
@@ -190,9 +250,8 @@ class Narrow(GetItem):
             raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({shape[dim]}).")
         return Index((slice(None),) * dim + (slice(start, start + length),), shape)
 
-    def on_piece(self, index: Index, changed: dict[int, slice]) -> Callable[..., Any]:
-        parts = tuple(p.value for p in local_parts(index, changed) if isinstance(p, Fixed))
-        return lambda x, *args, **kwargs: x[parts]
+    def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return ()
 
 
 class Select(Narrow):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hyper_parallel.call import Call, normal_dim
-from hyper_parallel.placements import PackedShard, Partial, Placement
+from hyper_parallel.families.moving import pending_rows
+from hyper_parallel.placements import PackedShard, Placement
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 
@@ -17,13 +18,6 @@ def packed_or_plain(dim: int, sections: Sequence[int]) -> Placement:
     """The shard of ``dim`` whose sections are sharded each on its own; plain when only one is not empty."""
     filled = tuple(n for n in sections if n)
     return PackedShard(dim, filled) if len(filled) > 1 else S(dim)
-
-
-def pending_rows(call: Call) -> Iterable[Strategy]:
-    """All inputs pending alike, for operators that only move elements of several tensors."""
-    kinds = {p for spec in call.inputs for p in spec.layout.placements if isinstance(p, Partial)}
-    for pending in sorted(kinds, key=lambda p: p.reduce_op):
-        yield Strategy([pending] * len(call.inputs), pending)
 
 
 class Cat(StrategyOp):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from hyper_parallel.call import Call, normal_dim, refuse
-from hyper_parallel.layout import Layout
+from hyper_parallel.families.moving import Moving, pending_rows
 from hyper_parallel.placements import PackedShard
-from hyper_parallel.strategy import R, S, Strategy, StrategyOp
-from hyper_parallel_ops_basic.joining import packed_or_plain, pending_rows
+from hyper_parallel.strategy import S, Strategy, StrategyOp
+
+from .joining import packed_or_plain
 
 
-class Flip(StrategyOp):
-    """``flip``, ``fliplr``, ``flipud``, ``roll``: every dimension but the named ones stays.
+class Flip(Moving):
+    """``flip``, ``fliplr``, ``flipud``.
 
     Args:
         dims: the dimensions, when the function has no argument for them.
@@ -26,29 +27,37 @@ class Flip(StrategyOp):
         super().__init__(op_name)
         self.fixed = dims
 
-    def strategies(self, call: Call) -> Iterable[Strategy]:
-        ndim = len(call.inputs[0].shape)
-        moved = {normal_dim(d, ndim) for d in self.moved(call, ndim)}
-        for d in range(ndim):
-            if d not in moved:
-                yield Strategy([S(d)], S(d))
-        yield from pending_rows(call)
-
-    def moved(self, call: Call, ndim: int) -> Iterable[int]:
-        """The dimensions whose elements change place."""
-        return call.arg("dims", ()) if self.fixed is None else self.fixed
+    def maps(self, call: Call) -> dict[int, torch.Tensor]:
+        shape = call.inputs[0].shape
+        given = call.arg("dims", ()) if self.fixed is None else self.fixed
+        dims = (normal_dim(d, len(shape)) for d in ((given,) if isinstance(given, int) else given))
+        return {d: torch.arange(shape[d]).flip(0) for d in dims}
 
 
-class Roll(Flip):
-    """``roll(x, shifts, dims)``; without dims the flattened tensor is rolled, so no dimension stays."""
+class Roll(Moving):
+    """``roll(x, shifts, dims)``; without dims the flattened tensor is rolled, which keeps no dimension."""
 
     signature = "input, shifts, dims=None"
 
-    def moved(self, call: Call, ndim: int) -> Iterable[int]:
-        dims = call.arg("dims")
-        if dims is None or dims == ():
-            return range(ndim)
-        return dims if isinstance(dims, (tuple, list)) else (dims,)
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        return pending_rows(call) if self._flattens(call) else super().strategies(call)
+
+    @staticmethod
+    def _flattens(call: Call) -> bool:
+        return call.arg("dims") in (None, (), []) and len(call.inputs[0].shape) > 1
+
+    def maps(self, call: Call) -> dict[int, torch.Tensor]:
+        if self._flattens(call):
+            return {}
+        shape, shifts, dims = call.inputs[0].shape, call.arg("shifts"), call.arg("dims") or (0,)
+        shifts, dims = ((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims))
+        if len(shifts) != len(dims):
+            raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")
+        total: dict[int, int] = {}
+        for shift, dim in zip(shifts, dims, strict=True):
+            dim = normal_dim(dim, len(shape))
+            total[dim] = total.get(dim, 0) + shift
+        return {d: torch.arange(shape[d]).roll(shift) for d, shift in total.items() if len(shape)}
 
 
 class Repeat(StrategyOp):
@@ -75,45 +84,30 @@ class Repeat(StrategyOp):
         return [1] * (len(call.inputs[0].shape) - len(given)) + given
 
 
-class RepeatInterleave(StrategyOp):
-    """``repeat_interleave(x, repeats, dim)`` with a number, or with a tensor of repeats and ``output_size``."""
+class RepeatInterleave(Moving):
+    """``repeat_interleave(x, repeats, dim)`` with a number, or with a tensor of repeats and ``output_size``.
+
+    Along a sharded dim the copies go where the result's shards are. A tensor of repeats is data: that dim is whole.
+    """
 
     signature = "input, repeats, dim=None, *, output_size=None"
 
+    def maps(self, call: Call) -> dict[int, torch.Tensor]:
+        dim, repeats = call.dim("dim"), call.arg("repeats")
+        if dim is None or call.index("repeats") is not None:
+            return {}
+        return {dim: torch.arange(call.inputs[0].shape[dim]).repeat_interleave(int(repeats))}
+
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        spec = call.inputs[0]
-        dim = call.dim("dim")
-        by_tensor = call.index("repeats") is not None
+        dim, by_tensor = call.dim("dim"), call.index("repeats") is not None
         if by_tensor and call.arg("output_size") is None:
             raise refuse(
                 call,
                 "the number of elements of the result depends on data",
                 "pass output_size=, or an int for repeats",
             )
-        for d, size in enumerate(spec.shape):
-            if dim is None:
-                continue
-            if d != dim:
-                yield Strategy([S(d)], S(d))
-            elif not by_tensor and self._stays(spec.layout, d, size, int(call.arg("repeats"))):
-                yield Strategy([S(d)], S(d))
-        if not by_tensor:
-            yield from pending_rows(call)
-        for pending in {p for p in spec.layout.placements if p != R and not hasattr(p, "dim")} if by_tensor else ():
-            yield Strategy([pending], pending)
-
-    @staticmethod
-    def _stays(layout: Layout, dim: int, size: int, times: int) -> bool:
-        """Whether the repeated pieces are the shards of the repeated dimension."""
-        axes = layout.shard_order[dim]
-        ways = math.prod(layout.mesh_shape[a] for a in axes)
-        return bool(axes) and size % ways == 0 and not any(isinstance(layout.placements[a], PackedShard) for a in axes)
-
-    def local_function(
-        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
-    ) -> Callable[..., Any] | None:
-        if call.arg("output_size") is None or not targets[0].shard_order[call.dim("dim") or 0]:
-            return None
-        # The total is that of the whole tensor.
-        times, dim = call.arg("repeats"), call.dim("dim")
-        return lambda x, *args, **kwargs: x.repeat_interleave(times, dim)
+        for d in range(len(call.inputs[0].shape)):
+            if dim is not None and (d != dim or not by_tensor):
+                yield Strategy({"input": S(d)}, S(d))
+        for row in pending_rows(call):
+            yield Strategy(row.inputs[:1], row.outputs)  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Running sums."""
+"""Running sums, products and extremes."""
 
 from __future__ import annotations
 
@@ -9,32 +9,39 @@ import torch
 
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, normal_dim
-from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import PackedShard, Partial
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
+from .extremes import neutral
 
-class CumSum(StrategyOp):
-    """``cumsum``; linear, so a pending sum passes.
+
+class Scan(StrategyOp):
+    """``cumsum``, ``cumprod``, ``logcumsumexp``: running results along a dim.
 
     A sharded dim: the ranks' totals are gathered (one all-gather of one slice per rank; one reduce-scatter backward),
-    and each rank adds those before it.
+    and each rank joins those before it to its own running result.
+
+    Args:
+        total: function of ``(x, dim)`` that gives a rank's total (``sum``).
+        join: function of two running results (``add``).
+        linear: whether a pending sum passes.
     """
 
     signature = "input, dim, *, dtype=None"
+
+    def __init__(self, op_name: str, *, total: str, join: str, linear: bool = False) -> None:
+        super().__init__(op_name)
+        self.total, self.join, self.linear = getattr(torch, total), getattr(torch, join), linear
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
         return [tuple(call.inputs[0].shape)]
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        dim = normal_dim(call.arg("dim"), len(call.inputs[0].shape))
-        layout = call.inputs[0].layout
-        for d in range(layout.ndim):
-            packed = any(isinstance(layout.placements[a], PackedShard) for a in layout.shard_order[d])
-            if d != dim or not packed:  # the pieces of a packed dim do not follow one another
-                yield Strategy([S(d)], S(d))
-        yield Strategy([Partial()], Partial())
+        yield from scan_rows(call)
+        if self.linear:
+            yield Strategy([Partial()], Partial())
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -44,14 +51,90 @@ class CumSum(StrategyOp):
         if not over:
             return None
         earlier = _earlier(over, call.inputs[0].shape, dim)
+        run, total, join = getattr(torch, call.name.rstrip("_")), self.total, self.join
+        inplace = call.inplace
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            sums = call.func(x, *args, **kwargs)
-            totals = over.gather(x.sum(dim, dtype=sums.dtype), varying=True)
-            before = totals[torch.tensor(earlier, dtype=torch.int64, device=x.device)].sum(0)
-            return sums + before.unsqueeze(dim)
+            running = run(x, *args, **kwargs)
+            totals = over.gather(total(x.to(running.dtype), dim), varying=True)
+            before = totals[torch.tensor(earlier, dtype=torch.int64, device=x.device)]
+            # Also where none is before, so that every rank takes part in the backward: the sum of nothing.
+            out = join(running, total(before, 0).unsqueeze(dim)) if earlier else running + before.sum(0).unsqueeze(dim)
+            return x.copy_(out) if inplace else out
 
         return local
+
+
+class RunningExtreme(StrategyOp):
+    """``cummax`` and ``cummin``: the running extreme and the index of its last occurrence.
+
+    A sharded dim costs what a :class:`Scan` of two numbers does.
+
+    Args:
+        op: ``"max"`` or ``"min"``.
+    """
+
+    signature = "input, dim"
+
+    def __init__(self, op_name: str, *, op: str) -> None:
+        super().__init__(op_name)
+        self.op = op
+
+    def num_outputs(self, call: Call) -> int:
+        return 2
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        return scan_rows(call)
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        shape = tuple(call.inputs[0].shape)
+        dim = normal_dim(call.arg("dim"), len(shape))
+        over = OverAxes(targets[0], [dim] if shape else [])
+        if not over:
+            return None
+        earlier = _earlier(over, shape, dim)
+        run, op, pair = getattr(torch, call.name), self.op, getattr(torch.return_types, call.name)
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            values, places = run(x, dim)
+            own = global_indices(over.layout, shape, dim, x.device)
+            indices = own[places] if len(own) else places
+            if len(own):
+                last, last_index = values.narrow(dim, -1, 1), indices.narrow(dim, -1, 1)
+            else:  # no element, which no other loses to
+                last = values.sum(dim, keepdim=True) + neutral(x.dtype, op)
+                last_index = torch.full_like(last, -1, dtype=torch.int64)
+            totals, total_indices = over.gather(last, varying=True), over.gather(last_index)
+            if not earlier:
+                nothing = totals[torch.tensor(earlier, dtype=torch.int64, device=x.device)].sum(0)
+                return pair((values + nothing, indices))
+            best, best_index = totals[earlier[0]], total_indices[earlier[0]]
+            for rank in earlier[1:]:
+                takes = _takes_over(totals[rank], best, op) & (total_indices[rank] >= 0)
+                best = torch.where(takes, totals[rank], best)
+                best_index = torch.where(takes, total_indices[rank], best_index)
+            takes = _takes_over(values, best, op)
+            return pair((torch.where(takes, values, best), torch.where(takes, indices, best_index)))
+
+        return local
+
+
+def _takes_over(new: torch.Tensor, old: torch.Tensor, op: str) -> torch.Tensor:
+    """Whether a later element becomes the running extreme: it does when equal, and NaN stays."""
+    beats = new >= old if op == "max" else new <= old
+    return (beats & ~old.isnan()) | new.isnan() if new.is_floating_point() else beats
+
+
+def scan_rows(call: Call) -> Iterable[Strategy]:
+    """Every dim sharded, the scanned one too where its pieces follow one another (not packed)."""
+    dim = normal_dim(call.arg("dim"), len(call.inputs[0].shape))
+    layout = call.inputs[0].layout
+    for d in range(layout.ndim):
+        packed = any(isinstance(layout.placements[a], PackedShard) for a in layout.shard_order[d])
+        if d != dim or not packed:
+            yield Strategy([S(d)], S(d))
 
 
 def _earlier(over: OverAxes, shape: Sequence[int], dim: int) -> list[int]:

@@ -1,7 +1,8 @@
 """One tensor into several along a dimension: ``split``, ``chunk``, ``tensor_split``, ``unbind``.
 
 Along a sharded dimension the pieces stay where they are, without communication, when the shards allow it: a
-:class:`~hyper_parallel.placements.PackedShard` at its section bounds gives plain shards.
+:class:`~hyper_parallel.placements.PackedShard` at its section bounds gives plain shards. Otherwise each piece is
+sharded anew, all by one all-to-all.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution, normal_dim, refuse
-from hyper_parallel.families.ranges import Kept, fit_ranges
+from hyper_parallel.families.moving import Move, indices_of, plain
+from hyper_parallel.families.ranges import Kept, keep_range
+from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Replicate, on_dim
+from hyper_parallel.redistribute import transition
+from hyper_parallel.spec import NOT_VARYING
 from hyper_parallel.strategy import LayoutOp
 
 
@@ -48,14 +54,10 @@ class Split(LayoutOp):
                 "the sections overlap or leave elements out",
                 "redistribute the split dimension to Replicate first",
             )
-        layout, kept = fit_ranges(spec.layout, tuple(spec.shape), dim, ranges)
-        if layout is not spec.layout and call.mode.policy != "auto":
-            raise refuse(
-                call,
-                f"the shards of dimension {dim} do not fall on the bounds of the pieces {lengths}",
-                f"redistribute to {layout} first, shard it with PackedShard({dim}, {tuple(lengths)}), or use "
-                "redistribute_policy('auto')",
-            )
+        layout, shape = spec.layout, tuple(spec.shape)
+        kept = [piece for picked in ranges if (piece := keep_range(layout, shape, dim, picked)) is not None]
+        if len(kept) < len(ranges):
+            return self._dealt(layout, shape, dim, ranges)
         outputs = []
         for piece in kept:
             placements = list(layout.placements)
@@ -64,6 +66,24 @@ class Split(LayoutOp):
             outputs.append(layout.with_order(tuple(placements), layout.shard_order))
         local = _split_locally(kept, dim) if layout.shard_order[dim] else None
         return Solution([layout], list(outputs), local, is_view=True)
+
+    @staticmethod
+    def _dealt(layout: Layout, shape: tuple[int, ...], dim: int, ranges: list[range]) -> Solution:
+        """Each piece sharded anew, all by one all-to-all."""
+        output = plain(layout, [dim])
+
+        def parts(coordinate: tuple[int, ...]) -> list[torch.Tensor]:
+            """What a rank gets of each piece."""
+            sizes = [tuple(len(r) if d == dim else n for d, n in enumerate(shape)) for r in ranges]
+            held = [indices_of(dim_intervals(output, size, dim, coordinate)) for size in sizes]
+            return [r.start + h for r, h in zip(ranges, held, strict=True)]
+
+        group = layout.info.group(tuple(sorted(layout.shard_order[dim])))
+        held = [indices_of(dim_intervals(layout, shape, dim, c)) for c in group.coordinates]
+        move = Move(group, held, [torch.cat(parts(c)) for c in group.coordinates])
+        sizes = [len(part) for part in parts(layout.info.my_coordinate())]
+        local = lambda x, *args, **kwargs: move(x, dim).split(sizes, dim)  # noqa: E731
+        return Solution([layout], [output] * len(ranges), local, copies=True)
 
 
 def _split_locally(kept: list[Kept], dim: int) -> Callable[..., Any]:
@@ -81,7 +101,7 @@ def _cut(x: torch.Tensor, slices: list[slice], dim: int) -> tuple[torch.Tensor, 
 
 
 class Unbind(LayoutOp):
-    """``unbind``: the dimension goes away, so it cannot stay sharded."""
+    """``unbind``. Of a sharded dimension every result lies on one rank and is wanted on all: one all-gather."""
 
     makes_views = True
 
@@ -91,13 +111,14 @@ class Unbind(LayoutOp):
         spec = call.inputs[0]
         dim = call.dim("dim", default=0)
         assert dim is not None
-        layout = spec.layout.with_placements({a: Replicate() for a in spec.layout.shard_order[dim]})
-        if layout is not spec.layout and call.mode.policy != "auto":
-            raise refuse(
-                call,
-                f"dimension {dim} is sharded and would go away",
-                f"redistribute to {layout} first, or use redistribute_policy('auto')",
-            )
-        mapping = [None if d == dim else d - (d > dim) for d in range(len(spec.shape))]
-        output = layout.move_dims(mapping, len(spec.shape) - 1)
-        return Solution([layout], [output] * spec.shape[dim], is_view=True)
+        have, shape = spec.layout, tuple(spec.shape)
+        layout = have.with_placements({a: Replicate() for a in have.shard_order[dim]})
+        mapping = [None if d == dim else d - (d > dim) for d in range(len(shape))]
+        output = layout.move_dims(mapping, len(shape) - 1)
+        if layout is have:
+            return Solution([have], [output] * shape[dim], is_view=True)
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            return transition(x, (have, NOT_VARYING), (layout, NOT_VARYING), shape).unbind(dim)
+
+        return Solution([have], [output] * shape[dim], local, copies=True)

@@ -9,9 +9,9 @@ import torch
 
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call
+from hyper_parallel.families.moving import pending_rows
 from hyper_parallel.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
-from hyper_parallel_ops_basic.joining import pending_rows
 
 
 class Triangle(StrategyOp):

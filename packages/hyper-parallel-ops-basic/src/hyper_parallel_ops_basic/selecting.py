@@ -1,0 +1,92 @@
+"""What a mask or the values pick: ``nonzero``, ``where(condition)``, ``masked_select``.
+
+The number of results is known only when they are computed, equally on all ranks. They come out in the order of one
+device, spread evenly over the mesh axes that shard the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call, Solution
+from hyper_parallel.dispatcher import dispatch
+from hyper_parallel.dtensor import wrap
+from hyper_parallel.families.elementwise import Elementwise, broadcast_shape
+from hyper_parallel.families.over_axes import global_indices
+from hyper_parallel.layout import Layout
+from hyper_parallel.op import FunctionOp
+from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.strategy import LayoutOp, Strategy
+
+from .factories import settled
+from .indexing import by_data
+from .picking import Picked
+
+
+class NonZero(LayoutOp):
+    """``nonzero`` and ``argwhere``: the global indices of the elements that are not 0."""
+
+    signature = "input, *, as_tuple=False"
+
+    def solve(self, call: Call) -> Solution:
+        target = settled(call.inputs[0].layout)
+        as_tuple = bool(call.arg("as_tuple", False))
+        return Solution([target], [], nonzero_of(target, tuple(call.inputs[0].shape), as_tuple), meta=by_data)
+
+
+class Where(Elementwise):
+    """``where(condition, a, b)``; with a condition alone it is ``nonzero`` as a tuple."""
+
+    @staticmethod
+    def _finds(call: Call) -> bool:
+        return len(call.args) + len(call.kwargs) == 1
+
+    def num_outputs(self, call: Call) -> int:
+        return max(len(call.inputs[0].shape), 1) if self._finds(call) else 1
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        return () if self._finds(call) else super().strategies(call)
+
+    def solve(self, call: Call) -> Solution:
+        if not self._finds(call):
+            return super().solve(call)
+        target = settled(call.inputs[0].layout)
+        return Solution([target], [], nonzero_of(target, tuple(call.inputs[0].shape), True), meta=by_data)
+
+
+def nonzero_of(layout: Layout, shape: tuple[int, ...], as_tuple: bool) -> Callable[..., Any]:
+    """Function of this rank's piece that gives the indices as DTensors."""
+
+    def find(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        chosen = x.detach() != 0
+        if not shape:
+            rows = torch.nonzero(chosen, as_tuple=as_tuple)
+            whole = layout.replicated(1 if as_tuple else 2)
+            return tuple(_known(r, whole, r.shape) for r in rows) if as_tuple else _known(rows, whole, rows.shape)
+        mine = chosen.nonzero()
+        columns = [global_indices(layout, shape, d, x.device)[mine[:, d]] for d in range(len(shape))]
+        picked = Picked(chosen, layout, shape)
+        rows = picked.spread(torch.stack(columns, 1), 0)
+        if not as_tuple:
+            return _known(rows, picked.layout_of(layout.replicated(2), 2, 0), (picked.total, len(shape)))
+        spread = picked.layout_of(layout.replicated(1), 1, 0)
+        return tuple(_known(column, spread, (picked.total,)) for column in rows.unbind(1))
+
+    return find
+
+
+def _known(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+    return wrap(local, make_spec(layout, tuple(shape), contiguous_stride(tuple(shape)), local.dtype))
+
+
+class MaskedSelect(FunctionOp):
+    """``masked_select(input, mask)``: what ``input[mask]`` gives after broadcasting."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        named = dict(zip(("input", "mask"), args, strict=False)) | kwargs
+        tensor, mask = named["input"], named["mask"]
+        shape = broadcast_shape([tensor.shape, mask.shape])
+        return dispatch(torch.Tensor.__getitem__, (tensor.expand(shape), mask.expand(shape)), {})
