@@ -8,7 +8,7 @@ import torch
 
 from hyper_parallel.call import Call, normal_dim, refuse
 from hyper_parallel.families.moving import Moving, pending_rows
-from hyper_parallel.placements import PackedShard
+from hyper_parallel.placements import PackedShard, Partial
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .joining import packed_or_plain
@@ -109,5 +109,5 @@ class RepeatInterleave(Moving):
         for d in range(len(call.inputs[0].shape)):
             if dim is not None and (d != dim or not by_tensor):
                 yield Strategy({"input": S(d)}, S(d))
-        for row in pending_rows(call):
-            yield Strategy(row.inputs[:1], row.outputs)  # type: ignore[index]
+        for pending in {p for p in call.inputs[0].layout.placements if isinstance(p, Partial)}:
+            yield Strategy({"input": pending}, pending)

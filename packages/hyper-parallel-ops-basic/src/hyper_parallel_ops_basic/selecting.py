@@ -62,10 +62,10 @@ def nonzero_of(layout: Layout, shape: tuple[int, ...], as_tuple: bool) -> Callab
 
     def find(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         chosen = x.detach() != 0
-        if not shape:
-            rows = torch.nonzero(chosen, as_tuple=as_tuple)
-            whole = layout.replicated(1 if as_tuple else 2)
-            return tuple(_known(r, whole, r.shape) for r in rows) if as_tuple else _known(rows, whole, rows.shape)
+        if not shape:  # a number: one row of no columns (as a tuple, one column), or none
+            chosen = chosen.reshape(1) if as_tuple else chosen
+            rows, whole = chosen.nonzero(), layout.replicated(1 if as_tuple else 2)
+            return (_known(rows.squeeze(1), whole, (len(rows),)),) if as_tuple else _known(rows, whole, rows.shape)
         mine = chosen.nonzero()
         columns = [global_indices(layout, shape, d, x.device)[mine[:, d]] for d in range(len(shape))]
         picked = Picked(chosen, layout, shape)
