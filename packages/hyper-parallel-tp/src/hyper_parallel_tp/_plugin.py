@@ -1,12 +1,15 @@
-"""What core asks of this plugin: where its public names are."""
+"""What core asks of this plugin: where its public names are, and the plans of models that it knows."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from hyper_parallel.plugins import hookimpl
 
 HYPER_PARALLEL_API = 1
 
 _NAMES = {
+    "hyper_parallel_tp.attention": ("AttentionParallel",),
+    "hyper_parallel_tp.local_compute": ("LocalCompute",),
     "hyper_parallel_tp.loss_parallel": ("gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"),
     "hyper_parallel_tp.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
     "hyper_parallel_tp.parallelize": ("parallelize_module",),
@@ -20,3 +23,10 @@ _NAMES = {
 @hookimpl
 def hyper_parallel_public_names() -> Mapping[str, str]:
     return {name: module for module, names in _NAMES.items() for name in names}
+
+
+@hookimpl
+def hyper_parallel_sharding_plan(model: Any) -> Any:
+    from hyper_parallel_tp.plans import plan_of
+
+    return plan_of(model)

@@ -1,0 +1,89 @@
+"""AttentionParallel: an attention block split by heads, with any number of key and value heads."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hyper_parallel import DeviceMesh, Placement, Replicate
+from hyper_parallel.boundary import replicate_plain_inside
+from hyper_parallel.distribute import replicate_rest
+from hyper_parallel_tp.prepare import PrepareModuleInput
+from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel, base_layer
+from hyper_parallel_tp.style import ParallelStyle
+
+__all__ = ["AttentionParallel"]
+
+
+class AttentionParallel(ParallelStyle):
+    """Split the heads of an attention block whose code is written for one device.
+
+    Query heads are split over the ranks. Key and value heads are split alike where their number allows it; otherwise
+    (fewer than ranks, or not divided by them) their projections stay whole on every rank, each query head uses the one
+    that it belongs to, and their gradients are summed. Norms of single heads and other parameters of the block are
+    Replicate. Inside the block tensors are DTensors of global shape, so head counts that the code keeps stay true.
+
+    Args:
+        query, key, value, output: names of the projections in the block.
+        head_dim: features per head; by default the block's attribute ``head_dim``.
+        input_layouts: what the block's first input is when it is plain; default Replicate. ``Shard(1)`` for sequence
+            parallel: the whole sequence is gathered once for all projections.
+        output_layouts: what the output projection's result becomes; default Replicate, ``Shard(1)`` for sequence
+            parallel.
+        use_local_output: let the output projection return this rank's piece as a plain tensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        query: str = "q_proj",
+        key: str = "k_proj",
+        value: str = "v_proj",
+        output: str = "o_proj",
+        head_dim: int | None = None,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.query, self.key, self.value, self.output = query, key, value, output
+        self.head_dim = head_dim
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """See :class:`ParallelStyle`.
+
+        Raises:
+            ValueError: the ranks do not divide the query heads; the features of a head are unknown.
+        """
+        ranks = device_mesh.size()
+        heads = self._heads(module, self.query)
+        if heads % ranks:
+            raise ValueError(
+                f"AttentionParallel: {ranks} ranks do not divide the {heads} query heads of {type(module).__name__}; "
+                "use a number of ranks that does, or NoParallel() for this block"
+            )
+        split = ColwiseParallel(use_local_output=False)
+        join = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
+        for name in (self.query, self.key, self.value):
+            if self._heads(module, name) % ranks == 0:
+                self._apply(split, getattr(module, name), device_mesh)
+        self._apply(join, getattr(module, self.output), device_mesh)
+        replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+        replicate_plain_inside(module)
+        gather = PrepareModuleInput(input_layouts=self.input_layouts, desired_input_layouts=Replicate())
+        return gather.apply(module, device_mesh)
+
+    def _apply(self, style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        style.src_data_rank = self.src_data_rank
+        style.apply(module, device_mesh)
+
+    def _heads(self, module: nn.Module, name: str) -> int:
+        features = getattr(base_layer(getattr(module, name)), "out_features")  # noqa: B009 - any Module, for mypy
+        head_dim = self.head_dim or getattr(module, "head_dim", None)
+        if not isinstance(head_dim, int) or features % head_dim:
+            raise ValueError(
+                f"AttentionParallel: {name!r} of {type(module).__name__} has {features} output features; head_dim is "
+                f"{head_dim}. Pass head_dim=, the features of one head"
+            )
+        return features // head_dim
