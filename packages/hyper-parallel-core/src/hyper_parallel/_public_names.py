@@ -48,8 +48,10 @@ _FIRST_PARTY = {
         "register_fsdp_forward_method",
     ),
     "hyper-parallel-tp": (
+        "AttentionParallel",
         "ColwiseParallel",
         "FusedLinearCrossEntropyLoss",
+        "LocalCompute",
         "NoParallel",
         "ParallelCrossEntropyLoss",
         "ParallelDims",

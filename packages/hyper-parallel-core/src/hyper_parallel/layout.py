@@ -57,7 +57,7 @@ class _MeshDescription:
         return self._info
 
     def _make(self) -> DeviceMesh:
-        device_type = self.device_type or _device_type_of_backend()
+        device_type = self.device_type or device_type_of_backend()
         world = dist.get_world_size() if self.ranks is None else len(self.ranks)
         if math.prod(self.shape) != world:
             raise ValueError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, there are {world}")
@@ -68,7 +68,8 @@ class _MeshDescription:
         return DeviceMesh(device_type, torch.tensor(self.ranks).view(self.shape), mesh_dim_names=self.names)
 
 
-def _device_type_of_backend() -> str:
+def device_type_of_backend() -> str:
+    """The kind of device that the default process group's backend is for."""
     return {"nccl": "cuda", "hccl": "npu", "xccl": "xpu"}.get(dist.get_backend(), "cpu")
 
 

@@ -64,7 +64,7 @@ def _own_term(tensor: DTensor) -> Any:
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """The module with the local tensors of its parameters in their place."""
-    spread = [
+    spread: list[tuple[nn.Module, str, Any]] = [
         (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()

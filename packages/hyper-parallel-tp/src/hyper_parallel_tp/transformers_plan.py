@@ -81,9 +81,9 @@ def transformers_plan(model: nn.Module) -> dict[str, ParallelStyle] | None:
         elif rule in MODULE_STYLES:
             plan[name] = MODULE_STYLES[rule]()
         elif rule == "packed_colwise":
-            plan[name] = ColwiseParallel(sections=_halves(modules[name].out_features), use_local_output=False)  # type: ignore[arg-type]
+            plan[name] = ColwiseParallel(sections=_halves(modules[name].out_features), use_local_output=False)
         elif rule == "packed_rowwise":
-            plan[name] = RowwiseParallel(sections=_halves(modules[name].in_features), use_local_output=False)  # type: ignore[arg-type]
+            plan[name] = RowwiseParallel(sections=_halves(modules[name].in_features), use_local_output=False)
         else:
             raise _unknown(model, name, rule)
     for owner, placements in own.items():
@@ -104,8 +104,8 @@ def _expanded(rules: Mapping[str, str], names: list[str]) -> dict[str, str]:
 def _unknown(model: nn.Module, name: str, rule: str) -> ValueError:
     known = sorted({*MODULE_STYLES, *WHOLE, *FOLLOWS, "moe_tp_experts", "packed_colwise", "packed_rowwise"})
     return ValueError(
-        f"the tp_plan of {type(model).__name__} has {rule!r} for {name!r}; known are {', '.join(known)}. Pass a plan of "
-        "styles instead"
+        f"the tp_plan of {type(model).__name__} has {rule!r} for {name!r}; known are {', '.join(known)}. Pass a plan "
+        "of styles instead"
     )
 
 

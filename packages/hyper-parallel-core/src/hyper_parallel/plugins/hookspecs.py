@@ -16,7 +16,7 @@ does not need. An exception in a hook leaves this one plugin out, with a warning
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.plugins.markers import hookspec
 
@@ -94,8 +94,9 @@ def hyper_parallel_public_names() -> Mapping[str, str]:  # type: ignore[empty-bo
 
 
 @hookspec(firstresult=True)
-def hyper_parallel_sharding_plan(model: torch.nn.Module, mesh: DeviceMesh) -> ShardingPlan | None:
-    """Give the sharding plan of a model, if this plugin knows the model.
+def hyper_parallel_sharding_plan(model: torch.nn.Module, mesh: DeviceMesh) -> ShardingPlan | Mapping[str, Any] | None:
+    """Give the sharding plan of a model, if this plugin knows the model. ``parallelize_module`` uses it when it is
+    given none.
 
     Stops at the first plugin that answers; plugins are asked in the order of their names. Answer None for every model
     that you do not know for certain.
@@ -105,7 +106,8 @@ def hyper_parallel_sharding_plan(model: torch.nn.Module, mesh: DeviceMesh) -> Sh
         mesh: the mesh it is to be sharded over; its axis names say what each axis is for.
 
     Returns:
-        The plan, or None to leave the model to other plugins.
+        The plan: a :class:`ShardingPlan`, or a mapping from module names to styles of ``parallelize_module``. None to
+        leave the model to other plugins.
 
     Example::
 
