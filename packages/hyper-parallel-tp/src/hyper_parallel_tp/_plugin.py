@@ -9,6 +9,7 @@ HYPER_PARALLEL_API = 1
 
 _NAMES = {
     "hyper_parallel_tp.attention": ("AttentionParallel",),
+    "hyper_parallel_tp.input_reshard": ("input_reshard",),
     "hyper_parallel_tp.local_compute": ("LocalCompute",),
     "hyper_parallel_tp.loss_parallel": ("gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"),
     "hyper_parallel_tp.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
