@@ -38,11 +38,15 @@ CORE_MODULE_OF: dict[str, str] = {name: module for module, names in _CORE.items(
 _FIRST_PARTY = {
     "hyper-parallel-fsdp": (
         "CPUOffloadPolicy",
+        "DataGroups",
         "FSDPModule",
         "GroupInfo",
         "HSDPModule",
+        "HSDPParam",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
+        "UnshardHandle",
+        "clip_grad_norm_",
         "fully_shard",
         "hsdp_sync_stream",
         "register_fsdp_forward_method",

@@ -185,6 +185,18 @@ def with_history(tensor: DTensor) -> torch.Tensor:
         return tensor._resolve()
 
 
+def gradient_paths(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The local tensors of which at least one gets a gradient when the tensor does, upstream last: its own, and what
+    it was redistributed from, where a later use of it may start. For hooks that only want to know when; nothing is
+    waited for and no fusion is given up."""
+    from hyper_parallel.dtensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return (tensor,)
+    local = tensor._local if isinstance(tensor._pending, InFlight) else tensor._resolve()
+    return (local,) if tensor._origin is None else (local, tensor._origin.local)
+
+
 def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
     from hyper_parallel.dtensor import DTensor, convert, gradient_spec, wrap
     from hyper_parallel.spec import contiguous_stride, make_spec

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info"]
+__all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info", "root_mesh"]
 
 
 class AxisGroup:
@@ -136,6 +136,11 @@ def mesh_of_ranks(device_type: str, ranks: Any, names: tuple[str, ...] | None) -
         ):
             return mesh
     return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from, or itself."""
+    return mesh._get_root_mesh()  # torch has no public name for it
 
 
 def mesh_info(mesh: DeviceMesh) -> MeshInfo:

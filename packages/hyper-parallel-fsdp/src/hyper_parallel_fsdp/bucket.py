@@ -1,0 +1,134 @@
+"""Parameters that are gathered and reduced together: one flat buffer, one all-gather, one reduction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hyper_parallel import comm
+from hyper_parallel_fsdp.group_info import DataGroups
+from hyper_parallel_fsdp.parameter import HSDPParam
+
+
+class Bucket:
+    """Parameters of one module with the same groups and dtype.
+
+    The shards of a rank lie one after the other in ``shards``, of which the sharded parameters are views: that buffer
+    is what the all-gather sends. The whole parameters are views of ``whole``, whose memory exists only while it is
+    needed.
+
+    Args:
+        params: the parameters; those whose members stack up to the whole parameter come first.
+        dtype: in which they are gathered and used.
+        device: on which they are used.
+        offload: policy by which the shards live in host memory, or None.
+        laid_out: whether computation sees DTensors over the data axes.
+    """
+
+    def __init__(
+        self, params: list[HSDPParam], dtype: torch.dtype, device: torch.device, offload: Any, laid_out: bool
+    ) -> None:
+        self.params = sorted(params, key=lambda p: not p.stacked)
+        self.dtype, self.device = dtype, device
+        self.groups: DataGroups = self.params[0].groups
+        self.members = self.groups.shard_size
+        self.slots = [p.slot for p in self.params]
+        stacked = [p for p in self.params if p.stacked]
+        self._stacked_slots = self.slots[: len(stacked)]
+        self.shards = self._pack(offload)
+        self.partial: torch.Tensor | None = None  # a reduce-scatter's result that was not all-reduced yet
+        self.in_place = self.members == 1 and self.dtype is self.shards.dtype and self.shards.device == device
+        regions = [p.region for p in self.params]
+        if self.in_place:
+            self.whole = self.shards
+        else:
+            self.whole = torch.empty(sum(regions), dtype=dtype, device=device)
+        pieces = self.whole.split(regions)
+        for param, region in zip(self.params, pieces, strict=True):
+            param.make_unsharded(region, laid_out)
+        # Where the all-gather can write straight into the whole parameters: nothing has to be moved afterwards.
+        self._direct = self.members == 1 or (len(self.params) == 1 and self.params[0].stacked)
+        self._stacked_views = [r.view(self.members, slot) for r, slot in zip(pieces, self._stacked_slots, strict=False)]
+        self._other_views = [
+            r[: math.prod(p.whole_shape)].view(p.whole_shape)
+            for p, r in zip(self.params[len(stacked) :], pieces[len(stacked) :], strict=True)
+        ]
+        self.gathered = self.in_place
+        self._work: tuple[Any, torch.Tensor] | None = None
+        self._versions = -1
+        self.free()
+
+    def _pack(self, offload: Any) -> torch.Tensor:
+        """The flat buffer of this rank's shards, with every sharded parameter a view of it."""
+        first = self.params[0].local
+        pin = bool(offload) and offload.pin_memory and self.device.type != "cpu"
+        shards = torch.zeros(sum(self.slots), dtype=first.dtype, device=first.device, pin_memory=pin)
+        with torch.no_grad():
+            for param, slot in zip(self.params, shards.split(self.slots), strict=True):
+                param.put_shard(slot[: math.prod(param.local_shape)].view(param.local_shape))
+        return shards
+
+    # -- gathering --------------------------------------------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        """Whether a shard was written to since it was gathered (an optimizer's step, a loaded state dict)."""
+        return not self.in_place and self._versions != self._version_sum()
+
+    def _version_sum(self) -> int:
+        return sum(p.local._version for p in self.params)
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Begin the all-gather; nothing when the parameters are whole, or on the way."""
+        if self._work is not None or (self.gathered and not self.stale):
+            return
+        self.gathered = False
+        self._versions = self._version_sum()
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        source = self.shards.to(self.device, self.dtype, non_blocking=True)
+        if self.members == 1:
+            self.whole.copy_(source)
+            self.gathered = True
+            return
+        out = self.whole if self._direct else self.whole.new_empty(self.members * self.shards.numel())
+        work = comm.all_gather(out, source, self.groups.sharded_group_info.group, async_op=True)  # type: ignore[arg-type]
+        self._work = (work, out)
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        """Wait for the all-gather and put what arrived in its place."""
+        if self._work is None:
+            return
+        work, out = self._work
+        self._work = None
+        work.wait()
+        if not self._direct:
+            self._scatter_rows(out.view(self.members, -1))
+        self.gathered = True
+
+    def _scatter_rows(self, rows: torch.Tensor) -> None:
+        """Copy from one row per member to one region per parameter."""
+        begin = sum(self._stacked_slots)
+        if begin:
+            torch.split_with_sizes_copy(rows[:, :begin], self._stacked_slots, dim=1, out=self._stacked_views)
+        others = self.params[len(self._stacked_slots) :]
+        for param, slot, whole in zip(others, self.slots[len(self._stacked_slots) :], self._other_views, strict=True):
+            part = rows[:, begin : begin + slot]
+            begin += slot
+            if param.even:
+                to = param.by_member(whole)
+                to.copy_(part.view(to.shape))
+                continue
+            for member, (row, (start, stop)) in enumerate(zip(part, param.shards, strict=True)):
+                shape = param.shape_of(member)
+                whole.narrow(param.dim, start, stop - start).copy_(row[: math.prod(shape)].view(shape))
+
+    def free(self) -> None:
+        """Give back the memory of the whole parameters."""
+        self.finish_gather()
+        if not self.in_place:
+            self.whole.untyped_storage().resize_(0)
+            self.gathered = False

@@ -1,0 +1,117 @@
+"""Errors that name the parameter and the fix."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hyper_parallel import DTensor
+from hyper_parallel_fsdp.parameter import HSDPParam
+
+# Parameters that were replaced by sharded ones, and the sharded ones.
+_managed: Any = WeakIdKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_replaced = 0
+
+
+def note_replaced(old: nn.Parameter, param: HSDPParam) -> None:
+    """Remember that a parameter was replaced, so that optimizers that still hold it are found."""
+    global _replaced
+    if not _replaced:
+        register_optimizer_step_pre_hook(_check_optimizer)
+    _replaced += 1
+    _managed[old] = _managed[param.sharded] = weakref.ref(param)
+
+
+def managed_as(parameter: nn.Parameter) -> HSDPParam | None:
+    """What manages a parameter, which may be the one from before it was sharded."""
+    found = _managed.get(parameter)
+    return None if found is None else found()
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step: raise when the optimizer was built on parameters that are not those of the model any more."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    state = (_replaced, len(held))
+    if _checked.get(optimizer) == state:
+        return
+    for parameter in held:
+        param = managed_as(parameter)
+        if param is not None and param.sharded is not parameter:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built before fully_shard: it holds parameter {param.name!r} from "
+                "before it was sharded, so its step would change nothing in the model. Build the optimizer after "
+                "fully_shard, from model.parameters()"
+            )
+    _checked[optimizer] = state
+
+
+def check_devices(params: Iterable[HSDPParam], device: torch.device, offloaded: bool) -> None:
+    """Raise unless every shard is where the mesh, or the offload policy, wants it."""
+    wanted = "cpu" if offloaded else device.type
+    for param in params:
+        found = param.local.device.type
+        if found == "meta":
+            raise RuntimeError(
+                f"parameter {param.name!r} is on the meta device: call model.to_empty(device={wanted!r}) and "
+                "initialise the parameters (or load a state dict) before the first forward"
+            )
+        if found != wanted:
+            why = "CPUOffloadPolicy keeps it there" if offloaded else "the device of the mesh"
+            raise RuntimeError(
+                f"parameter {param.name!r} is on {found!r}, expected {wanted!r} ({why}); call model.to({wanted!r})"
+            )
+
+
+def check_device_of(name: str, parameter: torch.Tensor, device: torch.device) -> None:
+    """Raise when a parameter is on an accelerator that is not the mesh's."""
+    found = parameter.device
+    other_index = found.type == device.type and None not in (found.index, device.index) and found.index != device.index
+    if found.type not in ("cpu", "meta", device.type) or other_index:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is on {found}, but this rank's device of the mesh is {device}; move the "
+            f"module with module.to({str(device)!r}) first, or make the mesh for {found.type!r}"
+        )
+
+
+def current_parameter(param: HSDPParam) -> nn.Parameter:
+    """The parameter that took the place of a sharded one, if it can.
+
+    Raises:
+        RuntimeError: it is gone, or is not laid out as the sharded one was.
+    """
+    module, attribute = param.owners[0]
+    found: Any = module._parameters.get(attribute)
+    wanted = param.placement.sharded
+    if isinstance(found, DTensor) and found.layout is wanted and tuple(found.shape) == param.shape:
+        return found  # type: ignore[return-value]
+    if found is None:
+        what = "was removed"
+    elif isinstance(found, DTensor):
+        what = f"was replaced by a DTensor of shape {tuple(found.shape)} with {found.layout}"
+    else:
+        what = f"was replaced by a plain parameter of shape {tuple(found.shape)}"
+    raise RuntimeError(
+        f"parameter {param.name!r} {what} after fully_shard. Change the module before fully_shard, or write into the "
+        f"parameter (load_state_dict, copy_ under no_grad); what takes its place must be a DTensor of shape "
+        f"{param.shape} with {wanted}"
+    )
+
+
+def check_nothing_added(modules: Sequence[nn.Module], params: Iterable[HSDPParam], ignored: frozenset[int]) -> None:
+    """Raise when a module has parameters that nobody manages."""
+    known = {id(p.sharded) for p in params}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in known and id(parameter) not in ignored and managed_as(parameter) is None:
+                raise RuntimeError(
+                    f"parameter {name!r} was added to {type(module).__name__} after fully_shard, which does not manage "
+                    "it: its gradient would differ between ranks. Add it before fully_shard, or name it in "
+                    "ignored_params"
+                )

@@ -1,0 +1,37 @@
+"""The mixed precision policy at a module's boundary: inputs and outputs in the dtypes that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+
+def cast_inputs(
+    policy: MixedPrecisionPolicy, device: torch.device, is_root: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Floating point inputs in ``param_dtype``; a root's inputs on the device too."""
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    move = is_root and device.type not in ("cpu", "meta")
+    if dtype is None and not move:
+        return args, kwargs
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if move and tensor.device.type == "cpu":
+            tensor = tensor.to(device, non_blocking=True)
+        return _as(tensor, dtype)
+
+    return pytree.tree_map_only(torch.Tensor, change, (args, kwargs))
+
+
+def cast_outputs(policy: MixedPrecisionPolicy, output: Any) -> Any:
+    """Floating point outputs in ``output_dtype``."""
+    if policy.output_dtype is None:
+        return output
+    return pytree.tree_map_only(torch.Tensor, lambda t: _as(t, policy.output_dtype), output)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
