@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.boxes import box
+from hyper_parallel.boxes import box, length
 from hyper_parallel.call import Call
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import global_indices
@@ -33,6 +33,7 @@ class Attention(StrategyOp):
     """
 
     signature = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False"
+    floats_matter = True  # dropout_p
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
         query, key, value = (tuple(call.spec(n).shape) for n in ("query", "key", "value"))
@@ -87,6 +88,11 @@ class Attention(StrategyOp):
         shape = tuple(call.spec("query").shape)
         causal = bool(call.arg("is_causal")) and bool(query.shard_order[-2])
         heads = self._heads(call, targets, at) if call.arg("enable_gqa") else None
+        dropout = call.arg("dropout_p", 0.0) > 0
+        pieces = [box(targets[i], tuple(call.inputs[i].shape), call.info.my_coordinate()) for i in at.values()]
+        empty = any(not length(intervals) for piece in pieces for intervals in piece)
+        if heads is None and not causal and not dropout and not empty:
+            return None
         (out,) = self.output_shapes(call)
         weights = (*out[:-1], call.spec("key").shape[-2])
         # The attention weights are sharded as the output is, but for its features.
@@ -100,9 +106,9 @@ class Attention(StrategyOp):
                 given.update({name: take(given[name]) for name, take in heads.items()}, enable_gqa=False)
             if causal:
                 given.update(is_causal=False, attn_mask=_causal_rows(given, query, shape))
-            if given.get("dropout_p", 0.0) > 0:
+            if dropout:
                 return _from_matrices(given, _dropout_part(given, layout, weights))
-            if not given["query"].numel() or not given["key"].numel() or not given["value"].numel():
+            if empty:
                 return _from_matrices(given, None)  # kernels do not take nothing; every input stays in the graph
             return F.scaled_dot_product_attention(**given)
 
