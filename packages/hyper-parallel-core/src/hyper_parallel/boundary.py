@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hyper_parallel.context import implicit_replication
+from hyper_parallel.context import implicit_replication, state
 from hyper_parallel.dtensor import DTensor, remembered
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
@@ -160,6 +160,8 @@ def replicate_plain_inside(module: nn.Module) -> None:
     function = inner.__func__ if isinstance(inner, types.MethodType) and bound else lambda _, *a, **k: inner(*a, **k)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if state.mode.replicate_plain:
+            return function(self, *args, **kwargs)
         with implicit_replication():
             return function(self, *args, **kwargs)
 

@@ -27,20 +27,26 @@ from hyper_parallel.plan import CACHE_LIMIT, Rule, finish, make_plan, wrap_many
 from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
 from hyper_parallel.structures import tensors_of
 from hyper_parallel.three_phases import Again, three_phases
+from hyper_parallel.wrapper import new_wrapper
 
 __all__ = ["dispatch", "register_function"]
 
 _grad_enabled = torch.is_grad_enabled
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _rules: dict[Any, Any] = {}
 
 
 def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Run ``func`` on arguments that contain DTensors."""
+    return torch_function(DTensor, func, (), args, kwargs)
+
+
+def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """``DTensor.__torch_function__``, without a function call between."""
     rule = _rules.get(func)
-    if rule is None:
-        rule = _find(func)
     if rule.__class__ is not Rule:
+        if rule is None:
+            _find(func)
+            return dispatch(func, args, kwargs)
         return rule(func, args, kwargs or {})
     mode = state.mode
     if mode.skip:
@@ -106,15 +112,14 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         return args[0]  # a cast or copy that was none, as in PyTorch
     if out.dtype is not spec.dtype:  # autocast chose another dtype
         spec = spec.replace(dtype=out.dtype)
-    result = _make_wrapper(
-        DTensor, spec.shape, spec.stride, dtype=spec.dtype, device=out.device, requires_grad=grad and out.requires_grad
-    )
-    result._local = out
-    result._spec = spec
+    result = new_wrapper(DTensor, out, spec, out.requires_grad)
     result._pending = None if grad else Marks.now
     if plan.is_view:
         note_base(result, source, rule.name if copied or plan.copies else None)
     return result
+
+
+DTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
 
 
 # -- finding the rule ---------------------------------------------------------------------------------------------

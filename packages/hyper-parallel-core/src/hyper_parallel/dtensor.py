@@ -32,10 +32,9 @@ from hyper_parallel.redistribute import (
     varying_axes,
 )
 from hyper_parallel.spec import NOT_VARYING, Spec, dual, make_spec, stride_like
+from hyper_parallel.wrapper import new_wrapper
 
 __all__ = ["DTensor", "wrap"]
-
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 class DTensor(torch.Tensor):
@@ -46,7 +45,7 @@ class DTensor(torch.Tensor):
     """
 
     # Read and set on every call, therefore slots.
-    __slots__ = ("_local", "_pending", "_spec")
+    __slots__ = ("_local_tensor", "_pending", "_spec")
     _local: torch.Tensor
     _spec: Spec
     # What has to happen before the local tensor may be used; None in the common case.
@@ -506,7 +505,10 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_dispatch or _load_dispatcher())(func, args, kwargs)
+        # The dispatcher needs DTensor, so it is imported when the first operator is called, and then takes this place.
+        from hyper_parallel.dispatcher import dispatch
+
+        return dispatch(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -515,13 +517,12 @@ class DTensor(torch.Tensor):
 
 def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
     """A DTensor around ``local``; the caller vouches that it fits ``spec``."""
-    result: DTensor = _make_wrapper(
-        DTensor, spec.shape, spec.stride, dtype=spec.dtype, device=local.device, requires_grad=local.requires_grad
-    )
-    result._local = local
-    result._spec = spec
+    result: DTensor = new_wrapper(DTensor, local, spec, local.requires_grad)
     result._pending = None if torch.is_grad_enabled() else Marks.now
     return result
+
+
+DTensor._local = DTensor._local_tensor  # type: ignore[attr-defined]  # the name by which wrapper.py sets it
 
 
 class _GradientLayout(torch.autograd.Function):
@@ -741,14 +742,3 @@ _types_of_clipping.append(DTensor)
 
 
 torch_state_dicts.install()
-
-# The dispatcher needs DTensor, so it is imported when the first operator is called.
-_dispatch: Callable[..., Any] | None = None
-
-
-def _load_dispatcher() -> Callable[..., Any]:
-    global _dispatch
-    from hyper_parallel.dispatcher import dispatch
-
-    _dispatch = dispatch
-    return dispatch

@@ -100,7 +100,10 @@ def shard_module(
         # forward.
         if name == "" or next(module.children(), None) is not None:
             replicate_plain_inside(module)
-    model.register_forward_pre_hook(_check_entry(mesh, inputs.get("")), with_kwargs=True, prepend=True)
+    info = mesh_info(mesh)
+    data_axes = [n for n, s in zip(info.names, info.shape, strict=True) if s > 1 and n != "tp"]
+    if data_axes:
+        model.register_forward_pre_hook(_check_entry(data_axes, inputs.get("")), with_kwargs=True, prepend=True)
     return model
 
 
@@ -270,14 +273,10 @@ def _is_placements(value: Any) -> bool:
     return bool(value) and all(isinstance(p, Placement) for p in value)
 
 
-def _check_entry(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
+def _check_entry(data_axes: Sequence[str], declared: Any) -> Callable[..., Any]:
     """A plain batch on a mesh with a data axis is no Replicate: every data rank has another one."""
-    info = mesh_info(mesh)
-    data_axes = [n for n, s in zip(info.names, info.shape, strict=True) if s > 1 and n != "tp"]
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not data_axes:
-            return
         covered = set(declared) if isinstance(declared, Mapping) else set()
         positional = (
             len(declared) if isinstance(declared, (tuple, list)) and not _is_placements(declared) else bool(declared)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,14 @@ from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate
 NOT_VARYING: frozenset[int] = frozenset()
 
 
+class TensorMeta(NamedTuple):
+    """What a wrapper is made from (see :mod:`hyper_parallel.wrapper`)."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Spec:
     """Layout, global shape, stride and dtype of a DTensor, and the gradient type of its Replicate axes.
 
@@ -26,13 +34,14 @@ class Spec:
             sum to the gradient. On every other Replicate axis the gradient is equal and complete on each rank.
     """
 
-    __slots__ = ("__weakref__", "_meta", "dtype", "layout", "shape", "stride", "varying")
+    __slots__ = ("__weakref__", "_meta", "dtype", "layout", "shape", "stride", "tensor_meta", "varying")
 
     layout: Layout
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     varying: frozenset[int]
+    tensor_meta: TensorMeta
     _meta: torch.Tensor | None
 
     def replace(self, **changes: Any) -> Spec:
@@ -86,6 +95,7 @@ def make_spec(
         found = Spec()
         found.layout, found.shape, found.stride, found.dtype = layout, torch.Size(key[0]), stride, dtype
         found.varying, found._meta = varying, None
+        found.tensor_meta = TensorMeta(found.shape, stride, dtype)
         specs[key] = found
     return found
 
