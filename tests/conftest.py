@@ -1,0 +1,6 @@
+"""Modules that several tests share are imported from this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # checkpoint_models, here and on the ranks
