@@ -13,6 +13,7 @@ _NAMES = {
     "hyper_parallel_tp.local_compute": ("LocalCompute",),
     "hyper_parallel_tp.loss_parallel": ("gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"),
     "hyper_parallel_tp.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
+    "hyper_parallel_tp.overlapped_linear": ("all_gather_linear", "linear_reduce_scatter"),
     "hyper_parallel_tp.parallel_dims": ("ParallelDims",),
     "hyper_parallel_tp.parallelize": ("parallelize_module",),
     "hyper_parallel_tp.prepare": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),

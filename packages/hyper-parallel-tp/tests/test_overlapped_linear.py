@@ -1,0 +1,235 @@
+"""Linear layers in pieces: equal to the plain path, in as many bytes, and computing while they communicate."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from hyper_parallel import (
+    CommTrace,
+    PackedShard,
+    Replicate,
+    Shard,
+    all_gather_linear,
+    distribute_tensor,
+    init_device_mesh,
+    linear_reduce_scatter,
+)
+from hyper_parallel.errors import RedistributionError
+
+R = Replicate()
+IN, OUT = 6, 10
+MESHES = {"tp": ((4,), ()), "dp, tp": ((2, 2), (Shard(0),)), "idle, tp": ((2, 2), (R,))}
+
+
+def leaf(*shape, seed):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(value, mesh, *placements):
+    made = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+    return made.requires_grad_()
+
+
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+
+
+def backward(out):
+    """A gradient that differs everywhere."""
+    seed = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+    out.backward(seed if type(out) is torch.Tensor else spread(seed, out.device_mesh, *out.placements).detach())
+
+
+def check(out, tensors, plain, plain_out):
+    torch.testing.assert_close(out.full_tensor().detach(), plain_out.detach())
+    backward(out)
+    for got, want in zip(tensors, plain, strict=True):
+        assert got.grad.layout is got.layout
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+
+
+def plain_linear(sequence, with_bias):
+    x, w = leaf(2, sequence, IN, seed=1), leaf(OUT, IN, seed=2)
+    plain = [t.requires_grad_() for t in (x, w, *([leaf(OUT, seed=3)] if with_bias else []))]
+    out = F.linear(*plain)
+    backward(out)
+    return plain, out
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 100])
+@pytest.mark.parametrize("sequence", [16, 13, 5, 2, 1])  # even, uneven, an empty shard, more
+@pytest.mark.parametrize("name", MESHES)
+def test_both_equal_one_device(name, sequence, pieces):
+    shape, outer = MESHES[name]
+    mesh, rest = mesh_of(shape), [R] * len(outer)
+    for with_bias in (True, False):
+        plain, want = plain_linear(sequence, with_bias)
+        x = spread(plain[0], mesh, *outer, Shard(1))
+        column = [x, *(spread(t, mesh, *rest, Shard(0)) for t in plain[1:])]
+        out = all_gather_linear(*column, pieces=pieces)
+        assert out.placements == (*outer, Shard(2))
+        check(out, column, plain, want)
+        row = [spread(plain[0], mesh, *outer, Shard(2)), spread(plain[1], mesh, *rest, Shard(1))]
+        row += [spread(t, mesh, *rest, R) for t in plain[2:]]
+        out = linear_reduce_scatter(*row, dim=1, pieces=pieces)
+        assert out.placements == (*outer, Shard(1))
+        check(out, row, plain, want)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dim", [0, -3])
+def test_the_first_dim_may_be_the_sequence(dim):
+    plain, want = plain_linear(4, False)
+    mesh = mesh_of((4,))
+    row = [spread(plain[0], mesh, Shard(2)), spread(plain[1], mesh, Shard(1))]
+    check(linear_reduce_scatter(*row, dim=dim), row, plain, want)
+    plain, want = plain_linear(4, True)
+    column = [spread(plain[0], mesh, Shard(0)), *(spread(t, mesh, Shard(0)) for t in plain[1:])]
+    check(all_gather_linear(*column), column, plain, want)
+
+
+@pytest.mark.ranks(4)
+def test_packed_projections():
+    plain, want = plain_linear(8, True)
+    mesh, packed = mesh_of((4,)), (4, 4, 2)
+    column = [spread(plain[0], mesh, Shard(1)), *(spread(t, mesh, PackedShard(0, packed)) for t in plain[1:])]
+    out = all_gather_linear(*column)
+    assert out.placements == (PackedShard(2, packed),)
+    check(out, column, plain, want)
+    plain, want = plain_linear(8, False)
+    sections = (4, 2)
+    row = [spread(plain[0], mesh, PackedShard(2, sections)), spread(plain[1], mesh, PackedShard(1, sections))]
+    check(linear_reduce_scatter(*row), row, plain, want)
+
+
+@pytest.mark.ranks(4)
+def test_frozen_weights_and_inputs_cost_only_what_is_asked_for():
+    mesh = mesh_of((4,))
+    plain, _ = plain_linear(8, False)
+    for frozen, (forward, back) in {0: (2, 0), 1: (2, 2)}.items():
+        column = [spread(plain[0], mesh, Shard(1)), spread(plain[1], mesh, Shard(0))]
+        column[frozen].requires_grad_(False)
+        with CommTrace() as trace:
+            backward(all_gather_linear(*column))
+        assert trace.phase("forward") == {"all_gather": forward}
+        assert trace.phase("backward").get("reduce_scatter", 0) == back
+        torch.testing.assert_close(column[1 - frozen].grad.full_tensor(), plain[1 - frozen].grad)
+
+
+def costs(pieces):
+    """Counts and bytes, in pieces and plain."""
+    mesh = mesh_of((4,))
+    plain, _ = plain_linear(16, False)
+    column = [spread(plain[0], mesh, Shard(1)), spread(plain[1], mesh, Shard(0))]
+    row = [spread(plain[0], mesh, Shard(2)), spread(plain[1], mesh, Shard(1))]
+    results = []
+    for run in (
+        lambda: all_gather_linear(*column, pieces=pieces),
+        lambda: F.linear(column[0].redistribute(placements=[R]), column[1]),
+        lambda: linear_reduce_scatter(*row, pieces=pieces),
+        lambda: F.linear(*row).redistribute(placements=[Shard(1)]),
+    ):
+        with CommTrace() as trace:
+            backward(run())
+        results.append((dict(trace.phase("forward")), dict(trace.phase("backward")), trace.nbytes))
+    return results
+
+
+def test_the_same_bytes_in_as_many_collectives_as_pieces(ranks):
+    for in_pieces, whole, row_pieces, row_whole in ranks(4, costs, 2):
+        assert in_pieces[:2] == ({"all_gather": 2}, {"reduce_scatter": 2})
+        assert whole[:2] == ({"all_gather": 1}, {"reduce_scatter": 1})
+        assert row_pieces[:2] == ({"reduce_scatter": 2}, {"all_gather": 2})
+        assert in_pieces[2] == whole[2]
+        assert row_pieces[2] == row_whole[2]
+
+
+@pytest.mark.ranks(4)
+def test_autocast():
+    mesh = mesh_of((4,))
+    plain, want = plain_linear(8, True)
+    column = [spread(plain[0].float(), mesh, Shard(1)), *(spread(t.float(), mesh, Shard(0)) for t in plain[1:])]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = all_gather_linear(*column)
+        row = linear_reduce_scatter(spread(plain[0].float(), mesh, Shard(2)), spread(plain[1].float(), mesh, Shard(1)))
+    assert (out.dtype, row.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(out.full_tensor().double(), want.detach(), rtol=0.05, atol=0.05)
+    out.float().sum().backward()
+    assert [t.grad.dtype for t in column] == [torch.float32] * 3
+
+
+def refusals():
+    mesh, two = mesh_of((4,)), mesh_of((2, 2))
+    x, w = leaf(2, 8, IN, seed=1), leaf(OUT, IN, seed=2)
+    calls = {
+        "weight": lambda: all_gather_linear(spread(x, mesh, Shard(1)), spread(w, mesh, R)),
+        "two axes": lambda: all_gather_linear(spread(x, two, R, Shard(1)), spread(w, two, Shard(0), Shard(0))),
+        "features": lambda: all_gather_linear(spread(x, mesh, Shard(2)), spread(w, mesh, Shard(0))),
+        "whole": lambda: all_gather_linear(spread(x, mesh, R), spread(w, mesh, Shard(0))),
+        "other mesh": lambda: all_gather_linear(spread(x, two, R, Shard(1)), spread(w, mesh, Shard(0))),
+        "sequence twice": lambda: all_gather_linear(spread(x, two, Shard(1), Shard(1)), spread(w, two, R, Shard(0))),
+        "row input": lambda: linear_reduce_scatter(spread(x, mesh, Shard(1)), spread(w, mesh, Shard(1))),
+        "row weight": lambda: linear_reduce_scatter(spread(x, mesh, Shard(2)), spread(w, mesh, Shard(0))),
+        "dim": lambda: linear_reduce_scatter(spread(x, mesh, Shard(2)), spread(w, mesh, Shard(1)), dim=2),
+        "sharded dim": lambda: linear_reduce_scatter(
+            spread(x, two, Shard(1), Shard(2)), spread(w, two, R, Shard(1)), dim=1
+        ),
+    }
+    found = {}
+    for name, call in calls.items():
+        with pytest.raises(RedistributionError) as caught:
+            call()
+        found[name] = str(caught.value)
+    with pytest.raises(ValueError, match="pieces=0"):
+        all_gather_linear(spread(x, mesh, Shard(1)), spread(w, mesh, Shard(0)), pieces=0)
+    with pytest.raises(IndexError):
+        linear_reduce_scatter(spread(x, mesh, Shard(2)), spread(w, mesh, Shard(1)), dim=3)
+    return found
+
+
+def test_other_layouts_are_refused_alike_on_every_rank(ranks):
+    found = ranks(4, refusals)
+    assert all(f == found[0] for f in found)
+    assert "Shard(0) over one mesh axis" in found[0]["weight"]
+    assert "Shard(1) over one mesh axis" in found[0]["row weight"]
+
+
+# -- evidence of overlap ------------------------------------------------------------------------------------------
+
+
+def busy_while_communicating(run):
+    """Microseconds in which this rank multiplied while a collective of its own was in flight, by the profiler."""
+    run()  # makes plans and connections
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run()
+    events = [(e.name, e.time_range.start, e.time_range.end) for e in trace.events()]
+    moving = [(a, b) for name, a, b in events if name.startswith("gloo:")]
+    products = [(a, b) for name, a, b in events if name in ("aten::mm", "aten::addmm", "aten::bmm")]
+    assert moving, "the trace shows no collective"
+    assert products, "the trace shows no product"
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in moving for c, d in products)
+
+
+def overlap_times():
+    mesh = mesh_of((2,))
+    x, w = torch.randn(4, 512, 256), torch.randn(512, 256)
+    back = torch.randn(4, 512, 512)
+    column = spread(x, mesh, Shard(1)), spread(w, mesh, Shard(0))
+    row = spread(back, mesh, Shard(2)), spread(torch.randn(256, 512), mesh, Shard(1))
+    runs = {
+        "gather, in pieces": lambda: all_gather_linear(*column, pieces=4).sum().backward(),
+        "gather, plain": lambda: F.linear(column[0].redistribute(placements=[R]), column[1]).sum().backward(),
+        "scatter, in pieces": lambda: linear_reduce_scatter(*row, pieces=4).sum().backward(),
+        "scatter, plain": lambda: F.linear(*row).redistribute(placements=[Shard(1)]).sum().backward(),
+    }
+    return {name: busy_while_communicating(run) for name, run in runs.items()}
+
+
+def test_the_profiler_sees_products_while_pieces_travel(ranks):
+    """On the plain path never: it waits for what it asked for."""
+    for times in ranks(2, overlap_times, timeout=300):
+        assert times["gather, in pieces"] > 0, times
+        assert times["scatter, in pieces"] > 0, times
+        assert times["gather, plain"] == times["scatter, plain"] == 0, times
