@@ -24,9 +24,12 @@ from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, is_replicate
 from hyper_parallel.redistribute import (
     PLAIN,
+    Move,
     _How,
     describe,
     gradient_layout,
+    move_of,
+    moved,
     target_spec,
     transition,
     varying_axes,
@@ -550,36 +553,44 @@ def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
     old = tensor._spec
     if spec is old:
         return tensor
-    local = tensor._resolve()
-    src, dst = (old.layout, old.varying), (spec.layout, spec.varying)
+    local = tensor._local if tensor._pending is None else tensor._resolve()
     origin = tensor._origin
     if origin is not None and old.layout is spec.layout and torch.is_grad_enabled() and origin.is_current(local):
         # Used as varying after a redistribution: one node from where it came from, with the value we have already.
         how = _How(value=local.detach())
-        local, src = origin.local, origin.typed
-    moved = transition(local, src, dst, old.shape, PLAIN if how is None else how)
-    result = wrap(moved, spec)
+        local, move = origin.local, move_of(origin.typed, (spec.layout, spec.varying), old.shape)
+    else:
+        move = old.moves.get(spec) or _move_between(old, spec)
+    local_result = moved(local, move, PLAIN if how is None else how)
+    result = wrap(local_result, spec)
     if how is not None and how.pending is not None:
         result._pending = autograd_bridge.InFlight(how.pending, result._pending)
-    if src[0] is not dst[0] and moved.requires_grad and (how is None or how.backward_dtype is None):
-        result._origin = Origin(local, src, moved)
+    if move.src[0] is not move.dst[0] and local_result.requires_grad and (how is None or how.backward_dtype is None):
+        result._origin = Origin(local, move.src, local_result)
     return result
+
+
+def _move_between(old: Spec, new: Spec) -> Move:
+    move = old.moves[new] = move_of((old.layout, old.varying), (new.layout, new.varying), old.shape)
+    return move
 
 
 class Origin:
     """What a tensor was redistributed from: a later use as varying starts from there, unless one of the two changed."""
 
-    def __init__(self, local: torch.Tensor, typed: Any, moved: torch.Tensor) -> None:
+    __slots__ = ("local", "typed", "versions")
+
+    def __init__(self, local: torch.Tensor, typed: Any, result: torch.Tensor) -> None:
         self.local, self.typed = local, typed
-        self.versions = (local._version, moved._version)
+        self.versions = (local._version, result._version)
 
-    def is_current(self, moved: torch.Tensor) -> bool:
+    def is_current(self, result: torch.Tensor) -> bool:
         """Whether neither was written to since."""
-        return self.local.requires_grad and self.versions == (self.local._version, moved._version)
+        return self.local.requires_grad and self.versions == (self.local._version, result._version)
 
-    def completed(self, moved: torch.Tensor) -> None:
+    def completed(self, result: torch.Tensor) -> None:
         """The result arrived, which counted as a write to it."""
-        self.versions = (self.versions[0], moved._version)
+        self.versions = (self.versions[0], result._version)
 
 
 class Form:

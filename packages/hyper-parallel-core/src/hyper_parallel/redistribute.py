@@ -20,34 +20,54 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
 from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
 from hyper_parallel.steps import Cast, Pending
-from hyper_parallel.transition import plan_transition
+from hyper_parallel.transition import Plan, plan_transition
 
 Typed = tuple[Layout, frozenset[int]]
 
 
+class Move:
+    """What brings local tensors of one global shape from one typed layout to another."""
+
+    __slots__ = ("_back", "dst", "only_sums", "plan", "shape", "src")
+
+    def __init__(self, src: Typed, dst: Typed, shape: tuple[int, ...]) -> None:
+        self.src, self.dst, self.shape = src, dst, shape
+        self.plan = plan_transition(src[0], dst[0], shape)
+        self.only_sums = not _other_reductions(src[0]) and not _other_reductions(dst[0])
+        self._back: Move | None = None
+
+    @property
+    def back(self) -> Move:
+        """The way of the gradient."""
+        if self._back is None:
+            self._back = move_of(dual(*self.dst), dual(*self.src), self.shape)
+        return self._back
+
+
+@lru_cache(maxsize=8192)
+def move_of(src: Typed, dst: Typed, shape: tuple[int, ...]) -> Move:
+    """The move between these, made once."""
+    return Move(src, dst, shape)
+
+
 class _Transition(torch.autograd.Function):
-    """Local tensor in one typed layout -> local tensor in another."""
+    """A move with its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How
-    ) -> torch.Tensor:
-        ctx.args = (src, dst, shape, how)
+    def forward(ctx: Any, local: torch.Tensor, move: Move, how: _How) -> torch.Tensor:
+        ctx.move, ctx.how = move, how
         ctx.where = comm_trace.user_line() if comm_trace._active else None
         if how.value is not None:
             return how.value.view_as(how.value)
-        return how.move(local, src[0], dst[0], shape)
+        return how.run(local, move.plan)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        src, dst, shape, how = ctx.args
-        given, wanted = dual(*dst), dual(*src)
+        move, how = ctx.move.back, ctx.how.reverse()
         if comm_trace._active:
-            with _described(given[0], wanted[0], ctx.where, "backward"):
-                back = _run(grad, given, wanted, shape, how.reverse(), torch.is_grad_enabled())
-        else:
-            back = _run(grad, given, wanted, shape, how.reverse(), torch.is_grad_enabled())
-        return back, None, None, None, None
+            with _described(move, ctx.where, "backward"):
+                return _run(grad, move, how, torch.is_grad_enabled()), None, None
+        return _run(grad, move, how, torch.is_grad_enabled()), None, None
 
 
 # Function.apply's own checks are for functorch transforms, which do not reach local tensors.
@@ -73,8 +93,7 @@ class _How:
     def reverse(self) -> _How:
         return PLAIN if self.backward_dtype is None else _How(self.backward_dtype, self.forward_dtype)
 
-    def move(self, local: torch.Tensor, src: Layout, dst: Layout, shape: tuple[int, ...]) -> torch.Tensor:
-        plan = plan_transition(src, dst, shape)
+    def run(self, local: torch.Tensor, plan: Plan) -> torch.Tensor:
         if not plan.steps:
             return local.view_as(local)
         if self.forward_dtype is None and not self.want_pending:
@@ -92,8 +111,8 @@ class _How:
 PLAIN = _How()
 
 
-def _described(src: Layout, dst: Layout, where: str | None, phase: str) -> AbstractContextManager[None]:
-    return comm_trace.described(f"{describe(src)} -> {describe(dst)}", where, phase)
+def _described(move: Move, where: str | None, phase: str) -> AbstractContextManager[None]:
+    return comm_trace.described(f"{describe(move.src[0])} -> {describe(move.dst[0])}", where, phase)
 
 
 def describe(layout: Layout) -> str:
@@ -107,49 +126,46 @@ def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ..
     Raises:
         RedistributionError: when a gradient would have to pass a pending max, min or product.
     """
+    return moved(local, move_of(src, dst, shape), how)
+
+
+def moved(local: torch.Tensor, move: Move, how: _How = PLAIN) -> torch.Tensor:
+    """As :func:`transition`."""
     tracked = torch.is_grad_enabled() and local.requires_grad
-    if tracked:
-        if src[0].is_partial():
-            local, src = _only_sums(local, src)
-        if dst[0].is_partial():
-            dst = (_require_sums(dst[0]), dst[1])
-    if src[0] is dst[0] and (not tracked or src[1] == dst[1]):
+    if tracked and not move.only_sums:
+        local, move = _with_sums(local, move)
+    if move.src[0] is move.dst[0] and (not tracked or move.src[1] == move.dst[1]):
         return local
     if comm_trace._active:
-        with _described(src[0], dst[0], None, "forward"):
-            return _run(local, src, dst, shape, how, tracked)
-    return _run(local, src, dst, shape, how, tracked)
+        with _described(move, None, "forward"):
+            return _run(local, move, how, tracked)
+    return _run(local, move, how, tracked)
 
 
-def _run(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How, tracked: bool) -> torch.Tensor:
-    if tracked:
-        return _apply_transition(local, src, dst, shape, how)
-    return how.move(local, src[0], dst[0], shape)
+def _run(local: torch.Tensor, move: Move, how: _How, tracked: bool) -> torch.Tensor:
+    return _apply_transition(local, move, how) if tracked else how.run(local, move.plan)
 
 
-def _only_sums(local: torch.Tensor, src: Typed) -> tuple[torch.Tensor, Typed]:
-    """The same value with every pending average written as a pending sum, the only one that carries gradients."""
-    layout, varying = src
-    scale, changes = 1, {}
-    for axis, placement in enumerate(layout.placements):
-        if is_partial(placement) and placement.reduce_op != "sum":
-            if placement.reduce_op != "avg":
-                raise RedistributionError(
-                    f"a gradient cannot pass a pending {placement.reduce_op} (mesh axis "
-                    f"{layout.mesh_dim_names[axis]!r}): "
-                    "use the operator on a tensor that is not sharded along the reduced dimension, or detach() first"
-                )
-            scale *= layout.mesh_shape[axis]
-            changes[axis] = Partial()
-    if not changes:
-        return local, src
-    return local / scale, (layout.with_placements(changes), varying)
+def _other_reductions(layout: Layout) -> dict[int, str]:
+    """Axes with a pending reduction other than the sum, the only one that carries gradients."""
+    return {a: p.reduce_op for a, p in enumerate(layout.placements) if is_partial(p) and p.reduce_op != "sum"}
 
 
-def _require_sums(layout: Layout) -> Layout:
-    if all(not is_partial(p) or p.reduce_op == "sum" for p in layout.placements):
-        return layout
-    raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")
+def _with_sums(local: torch.Tensor, move: Move) -> tuple[torch.Tensor, Move]:
+    """The same move with every pending average written as a pending sum."""
+    layout, varying = move.src
+    pending = _other_reductions(layout)
+    for axis, op in pending.items():
+        if op != "avg":
+            raise RedistributionError(
+                f"a gradient cannot pass a pending {op} (mesh axis {layout.mesh_dim_names[axis]!r}): "
+                "use the operator on a tensor that is not sharded along the reduced dimension, or detach() first"
+            )
+        local = local / layout.mesh_shape[axis]
+    if _other_reductions(move.dst[0]):
+        raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")
+    src = layout.with_placements(dict.fromkeys(pending, Partial())), varying
+    return local, move_of(src, move.dst, move.shape)
 
 
 @lru_cache(maxsize=8192)

@@ -34,7 +34,7 @@ class Spec:
             sum to the gradient. On every other Replicate axis the gradient is equal and complete on each rank.
     """
 
-    __slots__ = ("__weakref__", "_meta", "dtype", "layout", "shape", "stride", "tensor_meta", "varying")
+    __slots__ = ("__weakref__", "_meta", "dtype", "layout", "moves", "shape", "stride", "tensor_meta", "varying")
 
     layout: Layout
     shape: torch.Size
@@ -42,6 +42,8 @@ class Spec:
     dtype: torch.dtype
     varying: frozenset[int]
     tensor_meta: TensorMeta
+    # What brings a tensor from this spec to another (see redistribute.Move).
+    moves: dict[Spec, Any]
     _meta: torch.Tensor | None
 
     def replace(self, **changes: Any) -> Spec:
@@ -95,6 +97,7 @@ def make_spec(
         found = Spec()
         found.layout, found.shape, found.stride, found.dtype = layout, torch.Size(key[0]), stride, dtype
         found.varying, found._meta = varying, None
+        found.moves = {}
         found.tensor_meta = TensorMeta(found.shape, stride, dtype)
         specs[key] = found
     return found
