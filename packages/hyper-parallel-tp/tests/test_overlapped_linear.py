@@ -1,19 +1,26 @@
 """Linear layers in pieces: equal to the plain path, in as many bytes, and computing while they communicate."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hyper_parallel import (
+    ColwiseParallel,
     CommTrace,
     PackedShard,
+    PrepareModuleInput,
     Replicate,
+    RowwiseParallel,
     Shard,
     all_gather_linear,
     distribute_tensor,
     init_device_mesh,
     linear_reduce_scatter,
+    parallelize_module,
 )
 from hyper_parallel.errors import RedistributionError
 
@@ -196,6 +203,72 @@ def test_other_layouts_are_refused_alike_on_every_rank(ranks):
     assert "Shard(1) over one mesh axis" in found[0]["row weight"]
 
 
+# -- as styles ----------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(IN, 12, dtype=torch.float64)
+        self.down = nn.Linear(12, IN, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+def styled(mesh, pieces):
+    torch.manual_seed(1)
+    sequence = Shard(1)
+    return parallelize_module(
+        Mlp(),
+        mesh,
+        {
+            "up": ColwiseParallel(input_layouts=sequence, use_local_output=False, overlap_pieces=pieces),
+            "down": RowwiseParallel(output_layouts=sequence, overlap_pieces=pieces),
+        },
+    )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("copied", [False, True])
+def test_styles_in_pieces(copied):
+    mesh = mesh_of((4,))
+    torch.manual_seed(1)
+    plain, x = Mlp(), leaf(2, 8, IN, seed=4).requires_grad_()
+    want = plain(x)
+    backward(want)
+    for pieces, count in ((None, 1), (2, 2)):
+        made = styled(mesh, pieces)
+        if copied:
+            made = copy.deepcopy(made)
+        mine = spread(x, mesh, Shard(1)).to_local().detach().requires_grad_()
+        with CommTrace() as trace:
+            out = made(mine)
+        assert trace.counts == {"all_gather": count, "reduce_scatter": count}
+        torch.testing.assert_close(out.detach(), spread(want, mesh, Shard(1)).to_local())
+        seed = torch.linspace(1, 2, want.numel(), dtype=want.dtype).view(want.shape)
+        out.backward(spread(seed, mesh, Shard(1)).to_local())
+        torch.testing.assert_close(mine.grad, spread(x.grad, mesh, Shard(1)).to_local())
+        for got, single in zip(made.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), single.grad)
+
+
+def test_styles_say_what_pieces_need():
+    with pytest.raises(ValueError, match="needs input_layouts=Shard"):
+        ColwiseParallel(overlap_pieces=2)
+    with pytest.raises(ValueError, match="needs output_layouts=Shard"):
+        RowwiseParallel(output_layouts=Shard(-1), overlap_pieces=2)
+    with pytest.raises(ValueError, match="1 or more"):
+        RowwiseParallel(output_layouts=Shard(1), overlap_pieces=0)
+
+
+@pytest.mark.ranks(2)
+def test_only_a_linear_is_cut():
+    style = RowwiseParallel(input_layouts=R, output_layouts=Shard(1), overlap_pieces=2)
+    with pytest.raises(TypeError, match=r"nn\.Linear by itself"):
+        parallelize_module(nn.Embedding(8, 4), mesh_of((2,)), style)
+
+
 # -- evidence of overlap ------------------------------------------------------------------------------------------
 
 
@@ -212,6 +285,17 @@ def busy_while_communicating(run):
     return sum(max(0.0, min(b, d) - max(a, c)) for a, b in moving for c, d in products)
 
 
+class Independent(nn.Module):
+    """A projection of the input, and before it one of something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.own = nn.Linear(256, 512), nn.Linear(256, 512)
+
+    def forward(self, x, other):
+        return self.other(other), self.own(x)
+
+
 def overlap_times():
     mesh = mesh_of((2,))
     x, w = torch.randn(4, 512, 256), torch.randn(512, 256)
@@ -224,12 +308,19 @@ def overlap_times():
         "scatter, in pieces": lambda: linear_reduce_scatter(*row, pieces=4).sum().backward(),
         "scatter, plain": lambda: F.linear(*row).redistribute(placements=[Shard(1)]).sum().backward(),
     }
-    return {name: busy_while_communicating(run) for name, run in runs.items()}
+    prepare = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(R,))
+    module = parallelize_module(Independent(), mesh, {"": prepare, "own": ColwiseParallel()})
+    shard, other = torch.randn(4, 256, 256), torch.randn(4, 512, 256)
+    with torch.no_grad():
+        # A clone: what was gathered of a tensor is remembered.
+        times = {"independent": busy_while_communicating(lambda: module(shard.clone(), other))}
+    return times | {name: busy_while_communicating(run) for name, run in runs.items()}
 
 
 def test_the_profiler_sees_products_while_pieces_travel(ranks):
-    """On the plain path never: it waits for what it asked for."""
+    """And independent ones while an input is gathered. On the plain path never: it waits for what it asked for."""
     for times in ranks(2, overlap_times, timeout=300):
         assert times["gather, in pieces"] > 0, times
         assert times["scatter, in pieces"] > 0, times
+        assert times["independent"] > 0, times
         assert times["gather, plain"] == times["scatter, plain"] == 0, times

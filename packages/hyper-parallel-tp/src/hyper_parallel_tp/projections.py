@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hyper_parallel import DeviceMesh, PackedShard, Placement, Replicate, Shard
+from hyper_parallel import DeviceMesh, DTensor, PackedShard, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary
 from hyper_parallel.distribute import replicate_rest
 from hyper_parallel_tp.call_hooks import change_inputs, change_outputs
 from hyper_parallel_tp.local_outputs import local_piece
+from hyper_parallel_tp.overlapped_linear import all_gather_linear, linear_reduce_scatter
 from hyper_parallel_tp.style import ParallelStyle
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -24,6 +26,11 @@ class _ProjectionStyle(ParallelStyle):
     input_layouts: Placement
     output_layouts: Placement
     use_local_output: bool
+    overlap_pieces: int | None
+
+    def _overlapped(self, input: DTensor, layer: nn.Linear) -> DTensor:
+        """The layer's output, communication included, in pieces."""
+        raise NotImplementedError
 
     def _input_placement(self, layer: nn.Module) -> Placement:
         raise NotImplementedError
@@ -48,6 +55,10 @@ class _ProjectionStyle(ParallelStyle):
                 f"{type(self).__name__} splits nn.Linear and nn.Embedding (also inside a LoRA layer), got "
                 f"{type(module).__name__}; name its linear layers in the plan"
             )
+        if self.overlap_pieces is not None and (layer is not module or not isinstance(layer, nn.Linear)):
+            raise TypeError(
+                f"{type(self).__name__}(overlap_pieces=...) is for nn.Linear by itself, got {type(module).__name__}"
+            )
         self.place(layer, device_mesh, self._placements(layer))
         if layer is not module:
             self._place_adapters(module, device_mesh)
@@ -64,6 +75,10 @@ class _ProjectionStyle(ParallelStyle):
 
         change_inputs(module, [change_input])
         change_outputs(module, [change_output])
+        if self.overlap_pieces is not None:
+            style = self
+            # A bound method and not a closure over the module, so that copy.deepcopy binds it to the copy.
+            module.forward = types.MethodType(lambda layer, input: style._overlapped(input, layer), module)
         return module
 
     def _place_adapters(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -104,6 +119,9 @@ class ColwiseParallel(_ProjectionStyle):
         use_local_output: return this rank's piece as a plain tensor.
         sections: of a packed projection (fused QKV, gate and up), the number of features of each part: every part is
             split by itself, so that the model's own ``split`` or ``chunk`` of the output works on the pieces.
+        overlap_pieces: of a Linear whose input is a sequence shard (``input_layouts=Shard(1)``): gather it in that many
+            pieces, each multiplied while the next ones travel (:func:`all_gather_linear`). For a layer that has its
+            input to itself, such as a packed projection: layers that share one gather it once without this.
     """
 
     def __init__(
@@ -113,15 +131,20 @@ class ColwiseParallel(_ProjectionStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         sections: Sequence[int] | None = None,
+        overlap_pieces: int | None = None,
     ) -> None:
         self.input_layouts = input_layouts or Replicate()
         self.sections = None if sections is None else tuple(sections)
         split_features = Shard(-1) if self.sections is None else PackedShard(-1, self.sections)
         self.output_layouts = output_layouts or split_features
         self.use_local_output = use_local_output
+        self.overlap_pieces = _checked(overlap_pieces, "input_layouts", self.input_layouts)
+
+    def _overlapped(self, input: DTensor, layer: nn.Linear) -> DTensor:
+        return all_gather_linear(input, layer.weight, layer.bias, pieces=self.overlap_pieces)  # type: ignore[arg-type]
 
     def _input_placement(self, layer: nn.Module) -> Placement:
-        return Replicate()
+        return Replicate() if self.overlap_pieces is None else self.input_layouts
 
     def _placements(self, layer: nn.Module) -> Mapping[str, Placement]:
         if isinstance(layer, nn.Embedding):
@@ -145,6 +168,8 @@ class RowwiseParallel(_ProjectionStyle):
         output_layouts: what the output becomes; default Replicate.
         use_local_output: return this rank's piece as a plain tensor.
         sections: where the input is the output of a packed projection: the number of features of each part.
+        overlap_pieces: of a Linear whose output is a sequence shard (``output_layouts=Shard(1)``): scatter the sum in
+            that many pieces, each on its way while the next is multiplied (:func:`linear_reduce_scatter`).
     """
 
     def __init__(
@@ -154,11 +179,17 @@ class RowwiseParallel(_ProjectionStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         sections: Sequence[int] | None = None,
+        overlap_pieces: int | None = None,
     ) -> None:
         self.sections = None if sections is None else tuple(sections)
         self.input_layouts = input_layouts or _split(-1, self.sections)
         self.output_layouts = output_layouts or Replicate()
         self.use_local_output = use_local_output
+        self.overlap_pieces = _checked(overlap_pieces, "output_layouts", self.output_layouts)
+
+    def _overlapped(self, input: DTensor, layer: nn.Linear) -> DTensor:
+        out = self.output_layouts.dim  # type: ignore[attr-defined]
+        return linear_reduce_scatter(input, layer.weight, layer.bias, dim=out, pieces=self.overlap_pieces)  # type: ignore[arg-type]
 
     def _input_placement(self, layer: nn.Module) -> Placement:
         return Replicate() if isinstance(layer, nn.Embedding) else _split(-1, self.sections)
@@ -174,3 +205,16 @@ class RowwiseParallel(_ProjectionStyle):
 
 def _split(dim: int, sections: tuple[int, ...] | None) -> Placement:
     return Shard(dim) if sections is None else PackedShard(dim, sections)
+
+
+def _checked(pieces: int | None, name: str, layout: Placement) -> int | None:
+    """A number of pieces, where there is something to cut."""
+    if pieces is None:
+        return None
+    if type(layout) is not Shard or layout.dim == -1:
+        raise ValueError(
+            f"overlap_pieces cuts the sequence: it needs {name}=Shard(dim of the sequence), got {layout!r}"
+        )
+    if pieces < 1:
+        raise ValueError(f"overlap_pieces is a number of pieces, 1 or more; got {pieces}")
+    return pieces
