@@ -119,7 +119,7 @@ def train(net, optimizer, steps):
 
 
 def whole_state(state):
-    """Every tensor of a nested state dict, whole, by path; all ranks call it."""
+    """A copy of every tensor of a nested state dict, whole, by path; all ranks call it."""
     found = {}
 
     def walk(value, path):
@@ -127,9 +127,9 @@ def whole_state(state):
             for key, item in value.items():
                 walk(item, f"{path}.{key}")
         elif isinstance(value, DTensor):
-            found[path] = value.full_tensor()
+            found[path] = value.full_tensor().clone()
         elif isinstance(value, torch.Tensor):
-            found[path] = value
+            found[path] = value.clone()
 
     walk(state, "")
     return found

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hyper_parallel.distribute import distribute_module as distribute_module
     from hyper_parallel.distribute import distribute_tensor as distribute_tensor
     from hyper_parallel.dtensor import DTensor as DTensor
+    from hyper_parallel.errors import CheckpointError as CheckpointError
     from hyper_parallel.errors import MissingOpError as MissingOpError
     from hyper_parallel.errors import MissingPluginError as MissingPluginError
     from hyper_parallel.errors import OpConflictError as OpConflictError
@@ -61,6 +62,7 @@ else:
     del attach
 
 __all__ = [
+    "CheckpointError",
     "CommTrace",
     "DFunction",
     "DTensor",

@@ -22,6 +22,7 @@ _CORE = {
     "hyper_parallel.comm_trace": ("CommTrace",),
     "hyper_parallel.visualization": ("visualize",),
     "hyper_parallel.errors": (
+        "CheckpointError",
         "MissingOpError",
         "MissingPluginError",
         "OpConflictError",

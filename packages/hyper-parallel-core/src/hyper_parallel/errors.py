@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -96,3 +96,15 @@ class RedistributionError(ValueError):
         self.op_name = op_name
         self.layouts = tuple(layouts)
         self.strategies = tuple(strategies)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or loaded; raised on every rank, with the same text.
+
+    Attributes:
+        failures: what was raised, by rank.
+    """
+
+    def __init__(self, message: str, *, failures: Mapping[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})

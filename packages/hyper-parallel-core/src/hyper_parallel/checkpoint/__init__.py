@@ -8,16 +8,23 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from hyper_parallel.checkpoint.folder import CheckpointReader, CheckpointWriter
 from hyper_parallel.checkpoint.model_state import get_model_state_dict, set_model_state_dict
 from hyper_parallel.checkpoint.optimizer_state import Optimizers, get_optimizer_state_dict, set_optimizer_state_dict
+from hyper_parallel.checkpoint.saving import async_save, load, save
 from hyper_parallel.checkpoint.whole_tensors import full_tensors
 
 __all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
     "StateDictOptions",
+    "async_save",
     "full_tensors",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "load",
+    "save",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
