@@ -1,7 +1,7 @@
 """One training step of each supported model, its code in ``transformers`` unmodified, equals that of one device.
 
-The batch is sharded over dp (unevenly), the weights of the main linear layers over tp. Sizes are tiny; what is compared is
-the loss and the gradient of every parameter.
+The batch is sharded over dp, the weights of the main linear layers over tp. Sizes are tiny; compared are the loss and
+the gradient of every parameter.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ LATENT = {
     "**.self_attn.o_proj.weight": IN,
 }
 LATENT_SIZES = {
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
-    "first_k_dense_replace": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 
 VISION = {
@@ -139,7 +139,15 @@ STEPS = {
             "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
             "mlp_layer_types": ["hash_moe", "moe"],
         },
-        EMBEDDING | MOE | SHARED,
+        EMBEDDING
+        | MOE
+        | SHARED
+        | {
+            "**.self_attn.q_b_proj.weight": OUT,
+            "**.self_attn.sinks": (R, Shard(0)),
+            "**.self_attn.o_a_proj.weight": OUT,
+            "**.self_attn.o_b_proj.weight": IN,
+        },
         policy="auto",
     ),
 }

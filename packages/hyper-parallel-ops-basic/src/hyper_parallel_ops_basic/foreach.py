@@ -59,6 +59,10 @@ class FusedStep(FunctionOp):
     """``torch._fused_adam_`` and its like: parameters, gradients and states in lists, 0-dim step counts among them."""
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        func(*self.local_lists(func, args), **{name: _whole(value) for name, value in kwargs.items()})
+
+    def local_lists(self, func: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        """The local tensors of each list, laid out like the parameters, which are the first."""
         if any(isinstance(t, DTensor) and t._spec.layout.is_partial() for t in args[0]):
             raise RedistributionError(
                 f"{func.__name__}: a parameter cannot be a pending reduction; call reduce_partial() first"
@@ -69,7 +73,7 @@ class FusedStep(FunctionOp):
                 f"{func.__name__}: a parameter is a DTensor and its gradient or state a plain tensor, or the other way "
                 "round; make the optimizer after the parameters were distributed"
             )
-        func(*local_args, **{name: _whole(value) for name, value in kwargs.items()})
+        return local_args
 
 
 def _needs_grad(args: Sequence[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from hyper_parallel.strategy import Strategy, StrategyOp
 __all__ = ["GroupedMM", "plain_grouped_mm"]
 
 # Labels of operands and result: e groups; s the rows of all groups, one after the other; m, k, n of each product.
-_LABELS = {
+LABELS = {
     (2, 3): ("sk", "ekn", "sn"),
     (3, 2): ("emk", "ks", "ms"),
     (2, 2): ("ms", "sn", "emn"),
@@ -54,9 +55,9 @@ class GroupedMM(StrategyOp):
             RuntimeError: an operand is no matrix and no stack of them.
         """
         ranks = tuple(len(call.spec(name).shape) for name in self.operands)
-        if ranks not in _LABELS:
+        if ranks not in LABELS:
             raise RuntimeError(f"{call.name}: operands have 2 or 3 dimensions each, got {ranks[0]} and {ranks[1]}")
-        return _LABELS[ranks]
+        return LABELS[ranks]
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
         *operands, out = self.labels(call)
@@ -79,8 +80,9 @@ class GroupedMM(StrategyOp):
         if all(layout.is_replicated() for layout in targets):
             return None
         labels = self.labels(call)
-        rows = self._held(call, targets, labels, "s")
-        own_groups = self._held(call, targets, labels, "e") if "e" not in labels[2] else None
+        operands = [call.position(name) for name in self.operands]
+        rows = held_of_label(call, targets, operands, labels, "s")
+        own_groups = held_of_label(call, targets, operands, labels, "e") if "e" not in labels[2] else None
         parsed, func, names = self._parsed, call.func, self.operands
         assert parsed is not None
 
@@ -91,18 +93,26 @@ class GroupedMM(StrategyOp):
             a, b, offs = given[names[0]], given[names[1]], given.get("offs")
             if rows is not None:
                 offs = ends_among(offs, rows)
-            return _product(func, a, b, offs) if own_groups is None else _with_own(func, a, b, offs, own_groups)
+            product = functools.partial(_product, func)
+            return product(a, b, offs) if own_groups is None else with_own_groups(product, a, b, offs, own_groups)
 
         return local
 
-    def _held(self, call: Call, targets: Sequence[Layout], labels: Sequence[str], label: str) -> Intervals | None:
-        """What this rank holds of a label's dim; None when that is all of it."""
-        for name, own in zip(self.operands, labels, strict=False):
-            index, dim = call.position(name), own.find(label)
-            if dim >= 0 and targets[index].shard_order[dim]:
-                shape = tuple(call.inputs[index].shape)
-                return dim_intervals(targets[index], shape, dim, targets[index].info.my_coordinate())
-        return None
+
+def held_of_label(
+    call: Call, targets: Sequence[Layout], operands: Sequence[int], labels: Sequence[str], label: str
+) -> Intervals | None:
+    """What this rank holds of the dim of this label; None when no operand shards it.
+
+    Args:
+        operands: which of the call's inputs the first labels mean.
+    """
+    for index, own in zip(operands, labels, strict=False):
+        dim = own.find(label)
+        if dim >= 0 and targets[index].shard_order[dim]:
+            shape = tuple(call.inputs[index].shape)
+            return dim_intervals(targets[index], shape, dim, targets[index].info.my_coordinate())
+    return None
 
 
 def ends_among(offs: Any, rows: Intervals) -> torch.Tensor:
@@ -113,8 +123,10 @@ def ends_among(offs: Any, rows: Intervals) -> torch.Tensor:
     return ends
 
 
-def _with_own(func: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, offs: Any, groups: Intervals) -> torch.Tensor:
-    """The product for the groups that this rank holds; zeros in the rows of the others."""
+def with_own_groups(
+    product: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, offs: Any, groups: Intervals
+) -> torch.Tensor:
+    """``product(a, b, offs)`` for the groups that this rank holds; zeros in the rows of the others."""
     rows_first = a.ndim == 2
     along, matrices = (0, b) if rows_first else (1, a)
     parts, done, used = [], 0, 0
@@ -124,7 +136,7 @@ def _with_own(func: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, offs: 
         first, last = int(offs[start - 1]) if start else 0, int(offs[stop - 1])
         own = matrices[used : used + stop - start]
         rows = (a if rows_first else b).narrow(along, first, last - first)
-        part = _product(func, *((rows, own) if rows_first else (own, rows)), offs[start:stop] - first)
+        part = product(*((rows, own) if rows_first else (own, rows)), offs[start:stop] - first)
         parts += [_zeros(part, along, first - done), part]
         done, used = last, used + stop - start
     if not parts:

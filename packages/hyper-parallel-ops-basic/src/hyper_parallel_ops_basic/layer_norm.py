@@ -12,7 +12,7 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard
+from hyper_parallel.placements import PackedShard, Placement
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import widened
@@ -23,7 +23,14 @@ class RowNorm(StrategyOp):
 
     The other dims may be sharded freely; a Replicate weight is then varying, as the engine sees to. Normalised dims are
     sharded together with the weight; see the subclasses for what that costs.
+
+    Attributes:
+        tensors: names of the inputs of the normalised shape, laid out alike.
+        affine: names of the weight and bias.
     """
+
+    tensors: Sequence[str] = ("input",)
+    affine: Sequence[str] = ("weight", "bias")
 
     def rank(self, call: Call) -> int:
         """How many dims are normalised."""
@@ -36,36 +43,40 @@ class RowNorm(StrategyOp):
         return [shape] if fits else None
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        shape = tuple(call.spec("input").shape)
+        shape = tuple(call.spec(self.tensors[0]).shape)
         first = len(shape) - self.rank(call)
-        affine = [name for name in ("weight", "bias") if call.index(name) is not None]
+        affine = [name for name in self.affine if call.index(name) is not None]
         for name in affine:
             given = tuple(call.spec(name).shape)
             if given != shape[first:]:
                 raise RuntimeError(f"{call.name}: expected {name} of the normalised shape {shape[first:]}, got {given}")
-        for d in range(first):
-            yield Strategy({"input": S(d)}, S(d))
-        for d in range(first, len(shape)):
-            yield Strategy({"input": S(d)} | dict.fromkeys(affine, S(d - first)), S(d))
+        for d in range(len(shape)):
+            together = dict.fromkeys(self.tensors, S(d)) | (dict.fromkeys(affine, S(d - first)) if d >= first else {})
+            yield Strategy(together, self.outputs(d, first))
+
+    def outputs(self, d: int, first: int) -> Placement | Sequence[Placement]:
+        """Placements of the outputs when dim ``d`` is sharded; those from ``first`` on are normalised."""
+        return S(d)
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        ndim = len(call.spec("input").shape)
+        at = call.position(self.tensors[0])
+        ndim = len(call.inputs[at].shape)
         dims = tuple(range(ndim - self.rank(call), ndim))
-        over = OverAxes(targets[call.index("input") or 0], dims)
+        over = OverAxes(targets[at], dims)
         if not over:
             return None
-        count = math.prod(call.spec("input").shape[d] for d in dims)
+        count = math.prod(call.inputs[at].shape[d] for d in dims)
         parsed, compute = self._parsed, self.compute
 
-        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def local(*args: Any, **kwargs: Any) -> Any:
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             return compute(given, over, dims, count)
 
         return local
 
-    def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
+    def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> Any:
         """The result from the local arguments by name; ``over`` shards some of ``dims`` (``count`` elements)."""
         raise NotImplementedError
 
@@ -77,7 +88,7 @@ class LayerNorm(RowNorm):
 
     def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
         x, weight, bias = widened(given["input"]), given.get("weight"), given.get("bias")
-        out = _Normalise.apply(_wide(x), over, dims, count, given.get("eps", 1e-5), True)
+        out, _ = Normalise.apply(_wide(x), over, dims, count, given.get("eps", 1e-5), True)
         if weight is not None:
             out = out * weight
         return (out if bias is None else out + bias).to(x.dtype)
@@ -92,7 +103,7 @@ class RMSNorm(RowNorm):
         x, weight, eps = given["input"], given.get("weight"), given.get("eps")
         wide = _wide(x)
         # PyTorch's default is the epsilon of the dtype in which it computes.
-        out = _Normalise.apply(wide, over, dims, count, torch.finfo(wide.dtype).eps if eps is None else eps, False)
+        out, _ = Normalise.apply(wide, over, dims, count, torch.finfo(wide.dtype).eps if eps is None else eps, False)
         return (out if weight is None else out * weight).to(x.dtype)
 
 
@@ -100,24 +111,28 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-class _Normalise(torch.autograd.Function):
-    """``(x - mean) / sqrt(mean of squares + eps)`` over sharded dims; ``centred``: whether the mean is taken off."""
+class Normalise(torch.autograd.Function):
+    """``(x - mean) / sqrt(mean of squares + eps)`` over sharded dims, and what it was multiplied with.
+
+    ``centred``: whether the mean is taken off.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, over: OverAxes, dims: tuple[int, ...], count: int, eps: float, centred: bool
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if centred:
             x = x - over.sum(x.sum(dims, keepdim=True)) / count
         scale = (over.sum(x.square().sum(dims, keepdim=True)) / count + eps).rsqrt()
         out = x * scale
         ctx.save_for_backward(out, scale)
         ctx.args = (over, dims, count, centred)
-        return out
+        ctx.mark_non_differentiable(scale)
+        return out, scale
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
         out, scale = ctx.saved_tensors
         over, dims, count, centred = ctx.args
         terms = [(grad * out).sum(dims, keepdim=True)]

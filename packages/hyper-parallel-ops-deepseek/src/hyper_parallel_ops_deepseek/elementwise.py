@@ -1,0 +1,52 @@
+"""``npu_rotary_mul`` and ``npu_swiglu``: elementwise but for one dim, which stays whole or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hyper_parallel.call import Call
+from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel.placements import PackedShard
+from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+__all__ = ["RotaryMul", "SwiGLU"]
+
+
+class RotaryMul(StrategyOp):
+    """``npu_rotary_mul(input, r1, r2, rotary_mode)``: every dim but the last; cosines and sines follow where they are
+    not broadcast. Linear in the input, and in the two together."""
+
+    signature = "input, r1, r2, rotary_mode=half"
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
+        return [broadcast_shape([spec.shape for spec in call.inputs])]
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        (out,) = self.output_shapes(call)
+        for d in range(len(out) - 1):
+            yield Strategy([shard_if_full(spec.shape, d, out) for spec in call.inputs], S(d))
+        yield Strategy({"input": P}, P)
+        yield Strategy({"r1": P, "r2": P}, P)
+
+
+class SwiGLU(StrategyOp):
+    """``npu_swiglu(self, dim)``: every dim but ``dim``; that one where gate and up are sharded each on its own, as a
+    fused column-parallel projection gives them."""
+
+    signature = "self, dim=-1"
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
+        shape, dim = list(call.inputs[0].shape), call.dim("dim", default=-1)
+        if dim is None or shape[dim] % 2:
+            return None
+        shape[dim] //= 2
+        return [tuple(shape)]
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        spec, dim = call.inputs[0], call.dim("dim", default=-1)
+        for d in range(len(spec.shape)):
+            if d != dim:
+                yield Strategy([S(d)], S(d))
+        halves = PackedShard(dim or 0, (spec.shape[dim or 0] // 2,) * 2)
+        if len(spec.layout.shard_order[dim or 0]) == 1 and halves in spec.layout.placements:
+            yield Strategy([halves], S(dim or 0))

@@ -1,0 +1,240 @@
+"""The NPU operators on all layouts, in plain PyTorch; and on an NPU where there is one (``test_real_npu.py``)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel import CommTrace, PackedShard, Partial, Replicate, Shard, distribute_tensor
+from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.placing import mesh_of
+from hyper_parallel_ops_deepseek import reference as npu
+
+
+class Quick(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 16
+
+
+def normed(x, gamma, epsilon=1e-6):
+    """The kernel's second result has no gradient."""
+    return npu.npu_rms_norm(x, gamma, epsilon=epsilon)
+
+
+class TestRMSNorm(Quick):
+    op = normed
+    samples = (sample(tensor(3, 5, 6), tensor(6)), sample(tensor(2, 5, 3), tensor(5, 3), epsilon=0.1))
+
+
+class TestAddRMSNorm(Quick):
+    op = npu.npu_add_rms_norm
+    samples = (sample(tensor(5, 6), tensor(5, 6), tensor(6), 0.1),)
+
+
+class TestRotaryMul(Quick):
+    op = npu.npu_rotary_mul
+    max_collectives: ClassVar = {"all_reduce": 3, "reduce_scatter": 3}
+    samples = (
+        sample(tensor(2, 3, 5, 4), tensor(1, 1, 5, 4), tensor(1, 1, 5, 4)),
+        sample(tensor(2, 5, 3, 4), tensor(2, 5, 1, 4), tensor(2, 5, 1, 4), "interleave"),
+    )
+
+
+class TestSwiGLU(Quick):
+    op = npu.npu_swiglu
+    max_collectives: ClassVar = {"all_reduce": 1, "reduce_scatter": 1}
+    samples = (sample(tensor(5, 6)), sample(tensor(6, 5), dim=0), sample(tensor(2, 1, 10), dim=-1))
+
+
+COUNTS = torch.tensor([2, 0, 3, 2, 1])
+ENDS = torch.tensor([3, 8])
+
+
+def grouped_rows(x, weight, group_list, bias=None, kind=1):
+    lists = {} if bias is None else {"bias": [bias]}
+    return npu.npu_grouped_matmul(
+        [x], [weight], group_list=group_list, split_item=2, group_type=0, group_list_type=kind, **lists
+    )[0]
+
+
+def grouped_columns(x, grad, group_list):
+    return npu.npu_grouped_matmul([x], [grad], group_list=group_list, split_item=3, group_type=2, group_list_type=1)[0]
+
+
+def paired(a, b, c, d):
+    return npu.npu_grouped_matmul([a, b], [c, d])
+
+
+class TestGroupedMatmulOfRows(Quick):
+    op = grouped_rows
+    samples = (
+        sample(tensor(8, 6), tensor(5, 6, 3), COUNTS),
+        sample(tensor(8, 3), tensor(2, 3, 5), ENDS, tensor(2, 5), kind=0),
+    )
+
+
+class TestGroupedMatmulOfColumns(Quick):
+    op = grouped_columns
+    samples = (sample(tensor(6, 8), tensor(8, 3), COUNTS),)
+
+
+class TestGroupedMatmulOfPairs(Quick):
+    op = paired
+    samples = (
+        sample(tensor(5, 6), tensor(5, 6), tensor(6, 4), tensor(6, 4)),
+        sample(tensor(5, 6), tensor(3, 6), tensor(6, 4), tensor(6, 4)).options(name="of_several_shapes"),
+    )
+
+
+EXPERTS = torch.tensor([[1, 0], [2, 1], [0, 2], [1, 2], [0, 1]])
+
+
+def there_and_back(tokens, probs, experts):
+    rows, where = npu.npu_moe_token_permute(tokens, experts.to(torch.int32))
+    return npu.npu_moe_token_unpermute(rows * 2, where, probs=probs)
+
+
+class TestTokenPermute(Quick):
+    op = npu.npu_moe_token_permute
+    samples = (sample(tensor(5, 6), EXPERTS), sample(tensor(5, 3), EXPERTS[:, 0], num_out_tokens=4))
+
+
+class TestTokenUnpermute(Quick):
+    op = npu.npu_moe_token_unpermute
+    samples = (
+        sample(tensor(6, 5), torch.tensor([4, 0, 5, 1, 3, 2], dtype=torch.int32), tensor(3, 2)),
+        sample(tensor(3, 5), torch.tensor([2, 0, 1], dtype=torch.int32)),
+    )
+
+
+class TestThereAndBack(Quick):
+    op = there_and_back
+    samples = (sample(tensor(5, 6), tensor(5, 2), EXPERTS),)
+
+
+def attention(query, key, value, layout, mask=None, heads=4, **options):
+    """Scores in float32 on NPUs; the result of one device is computed alike."""
+    return npu.npu_fusion_attention(query, key, value, heads, layout, atten_mask=mask, scale=0.5, **options)[:3]
+
+
+BSND = tensor(3, 4, 8, 2), tensor(3, 6, 4, 2), tensor(3, 6, 4, 2)
+MASK = torch.randint(0, 2, (3, 1, 4, 6), generator=torch.Generator().manual_seed(0)).bool()
+MASK[..., 0] = False
+
+
+class TestFusionAttention(Quick):
+    op = attention
+    rtol = 1e-6
+    atol = 1e-6
+    samples = (
+        sample(*BSND, "BSND", MASK, heads=8).options(name="grouped_heads_and_mask"),
+        sample(tensor(2, 5, 4, 2), tensor(2, 5, 4, 2), tensor(2, 5, 4, 3), "BNSD", heads=5, sparse_mode=3).options(
+            name="uneven_heads_causal"
+        ),
+        sample(tensor(2, 3, 16), tensor(2, 3, 8), tensor(2, 3, 8), "BSH", heads=8).options(name="heads_times_features"),
+        sample(tensor(3, 2, 8), tensor(3, 2, 8), tensor(3, 2, 8), "SBH", pre_tockens=1, next_tockens=0).options(
+            name="band"
+        ),
+        sample(
+            tensor(7, 4, 2), tensor(7, 4, 2), tensor(7, 4, 2), "TND",
+            actual_seq_qlen=(3, 7), actual_seq_kvlen=(3, 7), sparse_mode=2, sink=tensor(4),
+        ).options(name="packed_sequences_and_sink"),
+    )  # fmt: skip
+
+
+def spread(value, *placements):
+    return distribute_tensor(value, mesh_of((4,)), placements)
+
+
+def counted(call):
+    with CommTrace() as trace:
+        out = call()
+    return out, trace.counts
+
+
+@pytest.mark.ranks(4)
+def test_heads_are_counted_per_rank_and_nothing_is_communicated():
+    q, k = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 2, 4)
+    want = npu.npu_fusion_attention(q, k, k, 8, "BSND", scale=0.5)
+    args = spread(q, Shard(2)), spread(k, Replicate()), spread(k, Replicate())
+    got, collectives = counted(lambda: npu.npu_fusion_attention(*args, 8, "BSND", scale=0.5))
+    assert collectives == {}
+    assert [o.placements[0] for o in got[:4]] == [Shard(2), Shard(1), Shard(1), Replicate()]
+    assert got[4:] == want[4:]
+    torch.testing.assert_close(got[0].full_tensor(), want[0])
+
+
+@pytest.mark.ranks(4)
+def test_attention_is_that_of_pytorch():
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    left_out = torch.ones(5, 5).triu(1).bool()
+    for options in ({"atten_mask": left_out}, {"sparse_mode": 2}, {"sparse_mode": 3}, {"next_tockens": 0}):
+        torch.testing.assert_close(npu.npu_fusion_attention(q, k, v, 4, "BNSD", scale=8**-0.5, **options)[0], want)
+
+
+@pytest.mark.ranks(4)
+def test_dropout_over_sharded_heads_is_refused():
+    q = spread(torch.randn(2, 4, 4, 4), Shard(2))
+    with pytest.raises(ValueError, match="no strategy takes"):
+        npu.npu_fusion_attention(q, q, q, 4, "BSND", keep_prob=0.5)
+
+
+@pytest.mark.ranks(4)
+def test_experts_in_packed_form_cost_nothing():
+    """The fused experts of an NPU integration, their features sharded: one pending sum at the end."""
+    torch.manual_seed(0)
+    x, up, down = torch.randn(8, 6), torch.randn(5, 6, 8), torch.randn(5, 4, 6)
+    want = grouped_rows(npu.npu_swiglu(grouped_rows(x, up, COUNTS)), down, COUNTS)
+    parts = spread(x, Replicate()), spread(up, PackedShard(2, (4, 4))), spread(down, Shard(1))
+    counts = spread(COUNTS, Replicate())
+    out, collectives = counted(
+        lambda: grouped_rows(npu.npu_swiglu(grouped_rows(parts[0], parts[1], counts)), parts[2], counts)
+    )
+    assert collectives == {}
+    assert out.placements == (Partial(),)
+    torch.testing.assert_close(out.full_tensor(), want)
+
+
+@pytest.mark.ranks(4)
+def test_norm_over_a_sharded_dim_costs_one_number_per_row():
+    x, gamma = spread(torch.randn(3, 8), Shard(1)), spread(torch.rand(8), Shard(0))
+    (out, rstd), collectives = counted(lambda: npu.npu_rms_norm(x, gamma))
+    assert collectives == {"all_reduce": 1}
+    assert (out.placements, rstd.placements) == ((Shard(1),), (Replicate(),))
+    whole = x.full_tensor()
+    torch.testing.assert_close(out.full_tensor(), F.rms_norm(whole, (8,), gamma.full_tensor(), 1e-6))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}], ids=str)
+def test_adamw_is_that_of_pytorch(options):
+    torch.manual_seed(0)
+    numbers = {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-8, "betas": (0.9, 0.99)}
+    plain = torch.nn.Parameter(torch.randn(5, 6))
+    optimizer = torch.optim.AdamW([plain], **numbers, **options)
+    parameter = spread(plain.detach().clone(), Shard(0))
+    first, second, largest = (torch.zeros_like(parameter) for _ in range(3))
+    for step in range(3):
+        plain.grad = torch.randn(5, 6)
+        optimizer.step()
+        gradient = spread(plain.grad, Replicate())
+        extra = options | ({"max_grad_norm": largest} if "amsgrad" in options else {})
+        out = npu.npu_apply_adam_w(
+            0.9**step, 0.99**step, 0.1, 0.01, 0.9, 0.99, 1e-8, gradient, **extra, out=(parameter, first, second)
+        )
+        assert out[0] is parameter
+    assert parameter.placements == (Shard(0),)
+    torch.testing.assert_close(parameter.full_tensor(), plain.detach())
+
+
+@pytest.mark.ranks(4)
+def test_adamw_takes_a_pending_gradient():
+    parameter = spread(torch.ones(5), Shard(0))
+    first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    gradient = spread(torch.full((5,), 2.0), Partial())
+    npu.npu_apply_adam_w(1, 1, 0.1, 0, 0.9, 0.99, 1e-8, gradient, out=(parameter, first, second))
+    torch.testing.assert_close(parameter.full_tensor(), torch.full((5,), 0.9))
