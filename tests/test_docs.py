@@ -12,9 +12,10 @@ BLOCK = re.compile(r"```python\n# runs on (\d+) ranks?\n(.*?)```", re.DOTALL)
 
 
 def blocks():
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))):
+        shown = path.relative_to(ROOT)
         for number, match in enumerate(BLOCK.finditer(path.read_text())):
-            yield pytest.param(int(match[1]), match[2], f"{path.name} block {number}", id=f"{path.stem}-{number}")
+            yield pytest.param(int(match[1]), match[2], f"{shown} block {number}", id=f"{shown}-{number}")
 
 
 def execute(code, name):

@@ -188,6 +188,7 @@ _LIMITS = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 4, "index_topk": 8,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
+_KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -195,18 +196,16 @@ def _smaller(config: Any, *, wide: bool) -> Any:
     """A copy with as many layers as it takes to have each kind, and, unless ``wide``, with small sizes."""
     small = type(config).from_dict(config.to_dict())
     text = _text(small)
-    kinds = list(getattr(text, "layer_types", None) or ())
+    lists = {name: list(getattr(text, name, None) or ()) for name in _KINDS_OF_LAYERS}
     dense = getattr(text, "first_k_dense_replace", None)
-    layers = max(2, 1 + max((kinds.index(kind) for kind in kinds), default=0))
+    layers = max([2, *(1 + kinds.index(kind) for kinds in lists.values() for kind in kinds)])
     if isinstance(dense, int):
         text.first_k_dense_replace = min(dense, 1)
     if getattr(text, "num_hidden_layers", 0) > layers:
         text.num_hidden_layers = layers
-        if kinds:
-            text.layer_types = kinds[:layers]
-        for name in ("mlp_layer_types", "layers_block_type"):
-            if getattr(text, name, None):
-                setattr(text, name, list(getattr(text, name))[:layers])
+        for name, kinds in lists.items():
+            if kinds:
+                setattr(text, name, kinds[:layers])
     if not wide:
         heads = getattr(text, "num_attention_heads", None)
         explicit = getattr(text, "head_dim", None) is not None

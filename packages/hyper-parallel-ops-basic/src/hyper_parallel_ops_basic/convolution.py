@@ -1,0 +1,171 @@
+"""Convolutions: batch, channels, groups, and positions, of which each rank fetches the few next to its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.call import Call
+from hyper_parallel.families.empty_pieces import zeros_from
+from hyper_parallel.families.moving import NOTHING, Move, indices_of
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import PackedShard
+from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+__all__ = ["Convolution"]
+
+
+class Convolution(StrategyOp):
+    """``F.conv1d``, ``conv2d``, ``conv3d``: ``input [batch, in, *positions]``, ``weight [out, in / groups, *kernel]``.
+
+    - Batch and, without groups, output channels: nothing is communicated. Input channels leave a pending sum.
+    - With groups input and output channels are sharded together: always where each channel is a group of its own
+      (depthwise), else where the number of groups divides by the number of ranks of the mesh.
+    - Positions: one all-to-all brings what the kernel reads of the neighbours' (the halo), one takes the gradients
+      back. Padding is that of the whole input, so it may be wider than a rank's piece.
+
+    Args:
+        rank: number of position dims.
+    """
+
+    signature = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
+
+    def __init__(self, op_name: str, *, rank: int) -> None:
+        super().__init__(op_name)
+        self.rank = rank
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
+        x, weight = tuple(call.spec("input").shape), tuple(call.spec("weight").shape)
+        channels = len(x) - self.rank - 1
+        if len(weight) != self.rank + 2 or channels not in (0, 1) or x[channels] != weight[1] * call.arg("groups", 1):
+            return None  # PyTorch's own error, on meta tensors
+        windows = self._windows(call)
+        positions = [w.count(n) for w, n in zip(windows, x[channels + 1 :], strict=True)]
+        return None if min(positions) < 1 else [(*x[:channels], weight[0], *positions)]
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        spec, weight = call.spec("input"), call.spec("weight")
+        channels = len(spec.shape) - self.rank - 1
+        if channels:
+            yield Strategy({"input": S(0)}, S(0))
+        groups = call.arg("groups", 1)
+        if groups == 1:
+            yield Strategy({"weight": S(0), "bias": S(0)}, S(channels))
+            yield Strategy({"input": S(channels), "weight": S(1), "bias": P}, P)
+        elif spec.shape[channels] == weight.shape[0] == groups or self._divides(call, channels):
+            yield Strategy({"input": S(channels), "weight": S(0), "bias": S(0)}, S(channels))
+        for d in range(channels + 1, len(spec.shape)):
+            if not _is_packed(spec.layout, d):
+                yield Strategy({"input": S(d)}, S(d))
+        yield Strategy({"input": P, "bias": P}, P)
+        yield Strategy({"weight": P, "bias": P}, P)
+
+    @staticmethod
+    def _divides(call: Call, channels: int) -> bool:
+        """Whether every rank gets whole groups, whichever axes shard them."""
+        packed = _is_packed(call.spec("input").layout, channels) or _is_packed(call.spec("weight").layout, 0)
+        return not packed and call.arg("groups") % math.prod(call.info.shape) == 0
+
+    def _windows(self, call: Call) -> list[_Window]:
+        """What an output position reads, for each position dim."""
+        kernel = tuple(call.spec("weight").shape)[2:]
+        stride, dilation = (_each(call.arg(name, 1), self.rank) for name in ("stride", "dilation"))
+        padding = call.arg("padding", 0)
+        if padding == "same":
+            total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+            pads = [(t // 2, t - t // 2) for t in total]
+        else:
+            pads = [(p, p) for p in _each(0 if padding == "valid" else padding, self.rank)]
+        return [_Window(*w) for w in zip(kernel, stride, dilation, pads, strict=True)]
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        if all(layout.is_replicated() for layout in targets):
+            return None
+        windows = self._windows(call)
+        layout, shape = targets[call.position("input")], tuple(call.spec("input").shape)
+        channels = len(shape) - self.rank - 1
+        moves: dict[int, Move] = {}
+        for i, window in enumerate(windows):
+            d = channels + 1 + i
+            if layout.shard_order[d]:
+                moves[d] = window.halo(layout, shape, d)
+                windows[i] = window.without_padding()
+        groups, parsed = call.arg("groups", 1), self._parsed
+        assert parsed is not None
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parsed.bind(args, kwargs)
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
+            for d, move in moves.items():
+                x = move(x, d)
+            own_groups = 1 if groups == 1 else x.shape[channels] // weight.shape[1]
+            return _convolve(self.rank, x, weight, bias, windows, own_groups)
+
+        return local
+
+
+class _Window:
+    """What the kernel reads along one dim."""
+
+    def __init__(self, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> None:
+        self.kernel, self.stride, self.dilation, self.pads = kernel, stride, dilation, pads
+        self.reach = dilation * (kernel - 1) + 1
+
+    def count(self, size: int) -> int:
+        """Number of output positions for ``size`` input positions."""
+        return (size + sum(self.pads) - self.reach) // self.stride + 1
+
+    def without_padding(self) -> _Window:
+        """For an input that has it already."""
+        return _Window(self.kernel, self.stride, self.dilation, (0, 0))
+
+    def halo(self, layout: Layout, shape: tuple[int, ...], dim: int) -> Move:
+        """From each rank's input positions to those that its output positions read, padding included."""
+        axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
+        out_shape = (*shape[:dim], self.count(shape[dim]), *shape[dim + 1 :])
+        coordinates = layout.info.group(axes).coordinates if axes else [layout.info.my_coordinate()]
+        held = [indices_of(dim_intervals(layout, shape, dim, c)) for c in coordinates]
+        wanted = []
+        for coordinate in coordinates:
+            outs = dim_intervals(layout, out_shape, dim, coordinate)
+            read = torch.arange(0)
+            if outs:
+                ((start, stop),) = outs
+                read = torch.arange(start * self.stride, (stop - 1) * self.stride + self.reach) - self.pads[0]
+            wanted.append(torch.where((read >= 0) & (read < shape[dim]), read, NOTHING))
+        return Move(layout.info.group(axes) if axes else None, held, wanted)
+
+
+def _convolve(
+    rank: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[_Window], groups: int
+) -> torch.Tensor:
+    """The convolution of this rank's pieces, which may be empty."""
+    positions = x.shape[-rank:]
+    out = [max(w.count(n), 0) if n else 0 for w, n in zip(windows, positions, strict=True)]
+    if not x.numel() or not weight.numel() or 0 in out:
+        zeros = zeros_from((*x.shape[: -rank - 1], weight.shape[0], *out), x, weight)
+        return zeros if bias is None else zeros + bias.view(-1, *[1] * rank)
+    padding: Any = [w.pads[0] for w in windows]
+    if any(left != right for left, right in (w.pads for w in windows)):
+        x = F.pad(x, [n for w in reversed(windows) for n in w.pads])
+        padding = 0
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+    strides, dilations = [w.stride for w in windows], [w.dilation for w in windows]
+    return convolve(x, weight, bias, strides, padding, dilations, groups)  # type: ignore[operator]
+
+
+def _each(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """A number for all position dims, or one for each."""
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return given * rank if len(given) == 1 else given
+
+
+def _is_packed(layout: Layout, dim: int) -> bool:
+    return any(isinstance(layout.placements[a], PackedShard) for a in layout.shard_order[dim])
