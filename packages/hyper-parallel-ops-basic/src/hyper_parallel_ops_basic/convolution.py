@@ -158,7 +158,7 @@ def _convolve(
         padding = 0
     convolve = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
     strides, dilations = [w.stride for w in windows], [w.dilation for w in windows]
-    return convolve(x, weight, bias, strides, padding, dilations, groups)  # type: ignore[operator]
+    return convolve(x, weight, bias, strides, padding, dilations, groups)
 
 
 def _each(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
