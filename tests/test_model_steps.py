@@ -55,6 +55,7 @@ class Step:
     plan: Mapping[str, Any] = field(default_factory=dict)
     policy: str = "partial"
     batch: int = 4
+    use_cache: bool = True
 
     def build(self) -> torch.nn.Module:
         transformers = pytest.importorskip("transformers")
@@ -92,6 +93,20 @@ def without(plan: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in plan.items() if key != name}
 
 
+DELTA_SIZES = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+QKV = (R, PackedShard(0, (16, 16, 32)))  # queries, keys and values side by side
+DELTA = {
+    "**.linear_attn.conv1d.weight": QKV,
+    "**.linear_attn.dt_bias": OUT,
+    "**.linear_attn.A_log": OUT,
+    "**.linear_attn.out_proj.weight": IN,
+}
+DELTA_NEXT = DELTA | {"**.linear_attn.in_proj_*.weight": OUT}
+DELTA_3_5 = DELTA | {"**.linear_attn.in_proj_qkv.weight": QKV, "**.linear_attn.in_proj_[zba].weight": OUT}
+
 STEPS = {
     "llama": Step("llama", plan=ATTENTION | MLP),
     "llama, uneven batch": Step("llama", plan=ATTENTION | MLP, policy="auto", batch=3),
@@ -103,6 +118,10 @@ STEPS = {
         {"**.embed_tokens.weight": OUT, **without(ATTENTION, "model.embed_tokens.weight"), **MOE},
         policy="auto",
     ),
+    "qwen3_next": Step("qwen3_next", DELTA_SIZES | EXPERTS, ATTENTION | DELTA_NEXT | MOE | SHARED, policy="auto"),
+    # Without a cache, which would be plain tensors that take a sharded state.
+    "qwen3_5": Step("qwen3_5_text", DELTA_SIZES, ATTENTION | DELTA_3_5 | MLP, use_cache=False),
+    "qwen3_5_moe": Step("qwen3_5_moe_text", DELTA_SIZES | EXPERTS, ATTENTION | DELTA_3_5 | MOE | SHARED, policy="auto"),
     "deepseek_v3": Step("deepseek_v3", LATENT_SIZES, EMBEDDING | LATENT | MOE | SHARED, policy="auto"),
     "deepseek_v32": Step(
         "deepseek_v32",
@@ -162,7 +181,7 @@ def test_a_training_step_equals_that_of_one_device(name):
     tokens = torch.randint(3, 128, (step.batch, 12))
     labels = tokens.clone()
     labels[0, :7] = -100  # ignored, on one dp rank only
-    want = twin(input_ids=tokens, labels=labels).loss
+    want = twin(input_ids=tokens, labels=labels, use_cache=step.use_cache).loss
     want.backward()
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -172,7 +191,7 @@ def test_a_training_step_equals_that_of_one_device(name):
         for name, value in (("input_ids", tokens), ("labels", labels))
     }
     with redistribute_policy(step.policy):
-        loss = model(**batch).loss
+        loss = model(**batch, use_cache=step.use_cache).loss
         torch.testing.assert_close(loss.full_tensor(), want, rtol=1e-5, atol=1e-6)
         loss.backward()
     for (key, mine), (_, plain) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
