@@ -1,8 +1,11 @@
 """Operators that only rearrange, on all layouts."""
 
+import pytest
 import torch
 
+from hyper_parallel import CommTrace, Shard, distribute_tensor
 from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.placing import mesh_of
 
 
 class Views(OpConformance):
@@ -27,7 +30,13 @@ class TestView(Views):
 
 class TestReshape(Views):
     op = torch.reshape
-    samples = (sample(tensor(4, 6), (2, 2, 6)), sample(tensor(3, 5), (15,)), sample(tensor(12, 2), (4, -1)))
+    samples = (
+        sample(tensor(4, 6), (2, 2, 6)),
+        sample(tensor(3, 5), (15,)),
+        sample(tensor(12, 2), (4, -1)),
+        sample(tensor(16, 3), (2, 2, 12)),
+        sample(tensor(4, 3, 4, 2), (12, 8)),
+    )
 
 
 class TestFlatten(Views):
@@ -82,3 +91,16 @@ def matrix_transposes(x):
 class TestMatrixTransposes(Views):
     op = matrix_transposes
     samples = (sample(tensor(5, 3)),)
+
+
+@pytest.mark.ranks(4)
+def test_sharded_heads_survive_a_norm_over_all_of_them():
+    """``[batch, tokens, heads, features]`` flattened to rows, and back to ``[batch, tokens, heads * features]``."""
+    x = torch.randn(4, 3, 4, 2)
+    sharded = distribute_tensor(x, mesh_of((2, 2)), [Shard(0), Shard(2)])
+    with CommTrace() as trace:
+        rows = sharded.reshape(-1, 2)
+        out = rows.reshape(4, 3, -1)
+    assert trace.counts == {}
+    assert out.placements == (Shard(0), Shard(2))
+    torch.testing.assert_close(out.full_tensor(), x.reshape(4, 3, 8))

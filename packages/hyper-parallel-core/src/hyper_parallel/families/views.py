@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +105,15 @@ def _copy_of_sizes(sizes: tuple[int, ...]) -> Callable[..., Any]:
 
 def reshaped_layout(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Layout, Layout]:
     """Output layout of a reshape, and the layout that its input must have (the same where the shards fit)."""
+    between = common_refinement(old, new)
+    if between is not None:
+        middle, target = reshaped_layout(layout, old, between)
+        out, fitting = reshaped_layout(middle, between, new)
+        if target is layout and fitting is middle:
+            return out, layout
+        kept = {a for axes in fitting.shard_order for a in axes} & {a for axes in target.shard_order for a in axes}
+        gone = {a: Replicate() for axes in layout.shard_order for a in axes if a not in kept}
+        return reshaped_layout(layout.with_placements(gone), old, new)
     placements: list[Placement] = list(layout.placements)
     order: list[tuple[int, ...]] = [()] * len(new)
     drop: list[int] = []
@@ -121,6 +132,24 @@ def reshaped_layout(layout: Layout, old: tuple[int, ...], new: tuple[int, ...]) 
         target = layout.with_placements(dict.fromkeys(drop, Replicate()))
         return reshaped_layout(target, old, new)[0], target
     return layout.with_order(tuple(placements), tuple(order)), layout
+
+
+def common_refinement(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The sizes between, when a reshape splits dims and joins the parts with others: ``(6, 4) -> (2, 12)`` is ``(6, 4)
+    -> (2, 3, 4) -> (2, 12)``. None when it does not, or when there are none.
+    """
+    many = [(a, b) for a, b in dim_groups(old, new) if min(_big(old, a), _big(new, b)) > 1]
+    if not many or 0 in old or 0 in new:
+        return None
+    bounds = sorted({*itertools.accumulate(old, operator.mul), *itertools.accumulate(new, operator.mul), 1})
+    if any(b % a for a, b in itertools.pairwise(bounds)):
+        return None
+    return tuple(b // a for a, b in itertools.pairwise(bounds))
+
+
+def _big(sizes: tuple[int, ...], dims: list[int]) -> int:
+    """How many of these dims have more than one index."""
+    return sum(sizes[d] != 1 for d in dims)
 
 
 def _group_placements(
@@ -145,13 +174,21 @@ def _split(
     """One dim into several: axes go to the new dims outermost first."""
     placed: dict[int, list[tuple[int, Placement]]] = {}
     left = list(new)  # what is left of each new dim after the axes placed so far
+    alone = len(layout.shard_order[dim]) == 1
     for axis in layout.shard_order[dim]:
         placement, parts = layout.placements[axis], layout.mesh_shape[axis]
-        if isinstance(placement, PackedShard):
+        if isinstance(placement, PackedShard):  # the outermost axis
             found = _split_packed(placement, size, parts, new, b)
-            if found is None or len(layout.shard_order[dim]) > 1:
+            if found is None or not (alone or found.__class__ is Shard):
                 return None
-            return {found.dim: [(axis, found)]}
+            placed[found.dim] = [(axis, found)]
+            if alone:
+                return placed
+            position = b.index(found.dim)
+            if left[position] % parts:
+                return None
+            left[position] //= parts
+            continue
         position = next((i for i, n in enumerate(left) if n != 1), None)
         if position is None:
             return None
@@ -174,12 +211,11 @@ def _split(
 def _split_packed(placement: PackedShard, size: int, parts: int, new: list[int], b: list[int]) -> Shard | None:
     """A packed dim into several: sections become a dim of their own, or stay sections of the outermost new dim."""
     sections = placement.sections
-    outer = math.prod(new[:1])
-    inner = size // outer
-    if len(new) >= 2 and len(set(sections)) == 1 and inner == sections[0]:
-        rest = math.prod(new[2:])
-        if rest == 1 or new[1] % parts == 0:
-            return Shard(b[1])
+    for position in range(1, len(new) if len(set(sections)) == 1 else 0):
+        rest = math.prod(new[position + 1 :])
+        if new[position] * rest == sections[0] and new[position] != 1 and (rest == 1 or new[position] % parts == 0):
+            return Shard(b[position])
+    inner = size // new[0]
     if all(s % inner == 0 and (s // inner) % parts == 0 for s in sections):
         return PackedShard(b[0], tuple(s // inner for s in sections))
     return None
