@@ -184,10 +184,10 @@ def _split(
             placed[found.dim] = [(axis, found)]
             if alone:
                 return placed
-            position = b.index(found.dim)
-            if left[position] % parts:
+            within = b.index(found.dim)
+            if left[within] % parts:
                 return None
-            left[position] //= parts
+            left[within] //= parts
             continue
         position = next((i for i, n in enumerate(left) if n != 1), None)
         if position is None:
