@@ -121,3 +121,10 @@ def test_a_cast_that_changes_nothing_is_the_tensor_itself():
     x = spread(torch.ones(4), Shard(0))
     assert x.to(torch.float32) is x
     assert x.float() is x
+
+
+@pytest.mark.ranks(2)
+def test_a_function_that_takes_numbers_reads_them():
+    count = distribute_tensor(torch.tensor([2, 3]), mesh_of((2,)), [Shard(0)]).sum()
+    assert torch.arange(count).tolist() == [0, 1, 2, 3, 4]
+    assert torch.tensor([count, 1]).tolist() == [5, 1]

@@ -295,6 +295,8 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.zeros_like.default:  # for an output that got no gradient
         with torch.no_grad():
             return wrap(torch.zeros_like(tensor._local), tensor._spec)
+    if func is _aten._local_scalar_dense.default:  # a number for a function that wants one: torch.arange(n)
+        return dispatch(torch.Tensor.item, (tensor,), {})
     if func is _aten._to_copy.default and set(kwargs) == {"dtype"}:  # a gradient in another dtype than its tensor
         return dispatch(torch.Tensor.to, (tensor, kwargs["dtype"]), {})
     if (

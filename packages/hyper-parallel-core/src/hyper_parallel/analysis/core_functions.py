@@ -14,9 +14,13 @@ from hyper_parallel.metadata import handler_of
 __all__ = ["is_answered_by_core"]
 
 
+# They take numbers, which they read out of a tensor as ``item`` does.
+_TAKE_NUMBERS = (torch.arange, torch.tensor)
+
+
 def is_answered_by_core(func: Callable[..., Any]) -> bool:
     """Whether DTensor has the method or property itself, or the dispatcher needs no rule for the function."""
-    if handler_of(func) is not None:
+    if func in _TAKE_NUMBERS or handler_of(func) is not None:
         return True
     owner = getattr(func, "__self__", None)
     if isinstance(func, types.MethodWrapperType) and isinstance(owner, (types.GetSetDescriptorType, property)):
