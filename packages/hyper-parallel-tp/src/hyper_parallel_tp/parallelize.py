@@ -42,7 +42,8 @@ def parallelize_module(
         parallelize_plan: a style for the module itself; or a mapping from names of submodules to styles, or to
             mappings of the same kind. ``*`` in a name stands for one component or a part of one, ``**`` for any number;
             ``""`` is the module itself. Or a :class:`ShardingPlan`. None: the model's own plan, where a plugin or
-            ``transformers`` knows one (:mod:`hyper_parallel_tp.known_plans`); else a warning, and nothing is done.
+            ``transformers`` knows one (:mod:`hyper_parallel_tp.known_plans`), also inside the wrapper of ``peft``; else
+            a warning, and nothing is done.
         src_data_rank: rank along the mesh whose parameters count: they are scattered and broadcast to the others. None:
             each rank uses what it has.
 
@@ -53,16 +54,20 @@ def parallelize_module(
     """
     mesh = _one_dimensional(device_mesh)
     _refuse_sharded(module, mesh)
-    plan = known_plan(module, mesh) if parallelize_plan is None else parallelize_plan
+    planned, plan = module, parallelize_plan
+    if plan is None:
+        planned = _inside_adapters(module)
+        plan = known_plan(planned, mesh)
     if plan is None:
         warnings.warn(
-            f"parallelize_module: no plan was given and none is known for {type(module).__name__}; nothing is done",
+            f"parallelize_module: no plan was given and none is known for {type(planned).__name__}; nothing is done",
             stacklevel=2,
         )
         return module
     if isinstance(plan, ShardingPlan):
-        return shard_module(module, mesh, plan, src_data_rank=src_data_rank)
-    for target, style in _styled(module, plan):
+        shard_module(planned, mesh, plan, src_data_rank=src_data_rank)
+        return module
+    for target, style in _styled(planned, plan):
         with _ties_kept(module):
             style = copy.copy(style)
             style.src_data_rank = src_data_rank
@@ -86,6 +91,12 @@ def _one_dimensional(mesh: DeviceMesh | None) -> DeviceMesh:
             f"mesh[{info.names[-1]!r}]"
         )
     return mesh
+
+
+def _inside_adapters(module: nn.Module) -> nn.Module:
+    """The model that ``peft`` wrapped, whose names its plan has."""
+    unwrap = getattr(module, "get_base_model", None)
+    return module if unwrap is None else unwrap()
 
 
 def _refuse_sharded(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -158,13 +158,13 @@ class ColwiseParallel(_ProjectionStyle):
 class RowwiseParallel(_ProjectionStyle):
     """Split a Linear by input features, or an Embedding by its vocabulary.
 
-    Linear: weight ``[out, in]`` is ``Shard(1)``, the bias Replicate, the input ``Shard(-1)``; Embedding: weight
-    ``[vocabulary, features]`` is ``Shard(0)``, the input Replicate. The output is a pending sum, which becomes
+    Linear: weight ``[out, in]`` is ``Shard(1)``, the bias Replicate, the input becomes ``Shard(-1)``; Embedding: weight
+    ``[vocabulary, features]`` is ``Shard(0)``, the input becomes Replicate. The output is a pending sum, which becomes
     Replicate (an all-reduce) unless told otherwise; ``Shard(1)`` costs a reduce-scatter. (PyTorch:
     ``torch.distributed.tensor.parallel.RowwiseParallel``.)
 
     Args:
-        input_layouts: what a plain input is; default ``Shard(-1)``, Replicate for an Embedding.
+        input_layouts: what a plain input is; default ``Shard(-1)``. Say Replicate for the token ids of an Embedding.
         output_layouts: what the output becomes; default Replicate.
         use_local_output: return this rank's piece as a plain tensor.
         sections: where the input is the output of a packed projection: the number of features of each part.

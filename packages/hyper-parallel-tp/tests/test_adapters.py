@@ -1,0 +1,92 @@
+"""LoRA adapters of peft over parallel layers: loss and every adapter's gradient are those of one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh, parallelize_module
+from hyper_parallel_tp.plans import llama3_plan
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+
+
+def build():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def with_adapters(model, **options):
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=LAYERS, init_lora_weights=False, **options))
+
+
+def check(model, twin, adapters):
+    ids = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(3))
+    loss, want = model(input_ids=ids, labels=ids).loss, twin(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(loss.full_tensor() if isinstance(loss, DTensor) else loss, want)
+    loss.backward()
+    want.backward()
+    trained = 0
+    for (name, parameter), single in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert parameter.requires_grad == single.requires_grad
+        assert (parameter.grad is None) == (single.grad is None), name
+        if single.grad is not None:
+            trained += 1
+            found = parameter.grad.full_tensor() if isinstance(parameter, DTensor) else parameter.grad
+            torch.testing.assert_close(found, single.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert trained == adapters
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("both", [False, True], ids=["tensor parallel", "with sequence and loss"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_before_parallelising(both, dora):
+    """The way that works for every plan: a style splits a layer's adapters as it splits the layer."""
+    model = build()
+    twin = with_adapters(copy.deepcopy(model), use_dora=dora)
+    adapted = with_adapters(model, use_dora=dora)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, llama3_plan(sequence_parallel=both, loss_parallel=both))
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.lora_B.default.weight.placements == (Shard(0),)
+    assert attention.q_proj.lora_A.default.weight.placements == (Replicate(),)
+    assert attention.o_proj.lora_A.default.weight.placements == (Shard(1),)
+    check(adapted, twin, 48 if dora else 32)
+
+
+@pytest.mark.ranks(2)
+def test_the_wrapped_model_has_the_plan_of_what_is_inside():
+    model = build()
+    twin = with_adapters(copy.deepcopy(model))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    adapted = parallelize_module(with_adapters(model), mesh)
+    assert isinstance(adapted, peft.PeftModel)
+    check(adapted, twin, 32)
+
+
+@pytest.mark.ranks(2)
+def test_adapters_after_parallelising():
+    """They stay plain: every rank holds them whole."""
+    model = build()
+    twin = with_adapters(copy.deepcopy(model))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    adapted = with_adapters(parallelize_module(model, mesh))
+    check(adapted, twin, 32)
