@@ -149,6 +149,12 @@ def map_dtensors(value: Any, change: Callable[[DTensor], Any]) -> Any:
     return value
 
 
+NOT_COMPILED = (
+    "torch.compile cannot trace DTensors of hyper_parallel: a module whose parameters are spread runs as it is. "
+    "Compile the functions of plain tensors inside it, or leave out fullgraph=True"
+)
+
+
 def replicate_plain_inside(module: nn.Module) -> None:
     """Make plain tensors that meet DTensors inside the module's forward (buffers, masks, position ids) count as
     Replicate."""
@@ -159,11 +165,17 @@ def replicate_plain_inside(module: nn.Module) -> None:
     bound = isinstance(inner, types.MethodType) and inner.__self__ is module
     function = inner.__func__ if isinstance(inner, types.MethodType) and bound else lambda _, *a, **k: inner(*a, **k)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def replicating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if state.mode.replicate_plain:
             return function(self, *args, **kwargs)
         with implicit_replication():
             return function(self, *args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=NOT_COMPILED)
+            return torch.compiler.disable(replicating, reason=NOT_COMPILED)(self, *args, **kwargs)
+        return replicating(self, *args, **kwargs)
 
     functools.update_wrapper(forward, function if bound else inner)
     forward._replicates_plain = True  # type: ignore[attr-defined]
