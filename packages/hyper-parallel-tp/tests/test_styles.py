@@ -368,10 +368,7 @@ def test_a_pending_sum_can_be_handed_on():
 
 
 def test_a_style_shows_its_arguments():
-    assert repr(ColwiseParallel(use_local_output=False)) == (
-        "ColwiseParallel(input_layouts=Replicate(), sections=None, output_layouts=Shard(dim=-1), "
-        "use_local_output=False)"
-    )
+    assert repr(SequenceParallel(sequence_dim=0)) == "SequenceParallel(sequence_dim=0, use_local_output=False)"
 
 
 @pytest.mark.ranks(4)
