@@ -106,10 +106,13 @@ def current_parameter(param: HSDPParam) -> nn.Parameter:
 
 def check_nothing_added(modules: Sequence[nn.Module], params: Iterable[HSDPParam], ignored: frozenset[int]) -> None:
     """Raise when a module has parameters that nobody manages."""
-    known = {id(p.sharded) for p in params}
+    places = {(id(owner), attribute) for p in params for owner, attribute in p.owners}
     for module in modules:
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in known and id(parameter) not in ignored and managed_as(parameter) is None:
+        for prefix, inner in module.named_modules():
+            for attribute, parameter in inner._parameters.items():
+                if parameter is None or id(parameter) in ignored or (id(inner), attribute) in places:
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
                 raise RuntimeError(
                     f"parameter {name!r} was added to {type(module).__name__} after fully_shard, which does not manage "
                     "it: its gradient would differ between ranks. Add it before fully_shard, or name it in "
