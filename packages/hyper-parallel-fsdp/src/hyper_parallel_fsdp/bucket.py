@@ -58,6 +58,7 @@ class Bucket:
         self.gathered = self.in_place
         self._work: tuple[Any, torch.Tensor] | None = None
         self._versions = -1
+        self._ones: torch.Tensor | None = None
         self.free()
 
     def _pack(self, offload: Any) -> torch.Tensor:
@@ -67,7 +68,7 @@ class Bucket:
         shards = torch.zeros(sum(self.slots), dtype=first.dtype, device=first.device, pin_memory=pin)
         with torch.no_grad():
             for param, slot in zip(self.params, shards.split(self.slots), strict=True):
-                param.put_shard(slot[: math.prod(param.local_shape)].view(param.local_shape))
+                param.put_shard(slot[: param.local_numel].view(param.local_shape))
         return shards
 
     # -- gathering --------------------------------------------------------------------------------------------------
@@ -80,11 +81,13 @@ class Bucket:
     def _version_sum(self) -> int:
         return sum(p.local._version for p in self.params)
 
-    @torch.no_grad()
     def start_gather(self) -> None:
         """Begin the all-gather; nothing when the parameters are whole, or on the way."""
-        if self._work is not None or (self.gathered and not self.stale):
-            return
+        if self._work is None and not (self.gathered and not self.stale):
+            with torch.no_grad():
+                self._start_gather()
+
+    def _start_gather(self) -> None:
         self.gathered = False
         self._versions = self._version_sum()
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
@@ -97,16 +100,16 @@ class Bucket:
         work = comm.all_gather(out, source, self.groups.sharded_group_info.group, async_op=True)  # type: ignore[arg-type]
         self._work = (work, out)
 
-    @torch.no_grad()
     def finish_gather(self) -> None:
         """Wait for the all-gather and put what arrived in its place."""
         if self._work is None:
             return
         work, out = self._work
         self._work = None
-        work.wait()
-        if not self._direct:
-            self._scatter_rows(out.view(self.members, -1))
+        with torch.no_grad():
+            work.wait()
+            if not self._direct:
+                self._scatter_rows(out.view(self.members, -1))
         self.gathered = True
 
     def _scatter_rows(self, rows: torch.Tensor) -> None:
@@ -125,6 +128,12 @@ class Bucket:
             for member, (row, (start, stop)) in enumerate(zip(part, param.shards, strict=True)):
                 shape = param.shape_of(member)
                 whole.narrow(param.dim, start, stop - start).copy_(row[: math.prod(shape)].view(shape))
+
+    def used(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many ones for each member: what says that this rank has all gradients."""
+        if self._ones is None or self._ones.shape[1] != count or self._ones.dtype is not dtype:
+            self._ones = torch.ones(self.members, count, dtype=dtype, device=self.device)
+        return self._ones
 
     def free(self) -> None:
         """Give back the memory of the whole parameters."""

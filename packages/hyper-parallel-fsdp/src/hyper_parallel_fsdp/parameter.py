@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -107,10 +108,15 @@ class HSDPParam:
         """This rank's shard."""
         return self.sharded._local  # type: ignore[attr-defined]
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's shard."""
         return self.shape_of(self._member)
+
+    @cached_property
+    def local_numel(self) -> int:
+        """Number of elements of this rank's shard."""
+        return math.prod(self.local_shape)
 
     def shape_of(self, member: int) -> tuple[int, ...]:
         """Shape of a member's shard."""
@@ -119,12 +125,12 @@ class HSDPParam:
         start, stop = self.shards[member]
         return (*self.whole_shape[: self.dim], stop - start, *self.whole_shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def slot(self) -> int:
         """Number of elements of the largest shard, which is what each member sends."""
         return max(math.prod(self.shape_of(m)) for m in range(len(self.shards)))
 
-    @property
+    @cached_property
     def stacked(self) -> bool:
         """Whether the members' slots one after the other are the whole parameter, but for padding at the end."""
         step = self.shards[0][1]
@@ -133,13 +139,13 @@ class HSDPParam:
             bounds == (min(i * step, size), min((i + 1) * step, size)) for i, bounds in enumerate(self.shards)
         )
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """Whether all members hold as much, in order."""
         step = self.shards[0][1]
         return all(bounds == (i * step, (i + 1) * step) for i, bounds in enumerate(self.shards))
 
-    @property
+    @cached_property
     def region(self) -> int:
         """Number of elements that the whole parameter takes in the buffer of whole parameters."""
         return self.slot * len(self.shards) if self.stacked else math.prod(self.whole_shape)
@@ -240,10 +246,9 @@ class HSDPParam:
         return grad
 
     def add_gradient(self, grad: torch.Tensor) -> None:
-        """Add this rank's part of the reduced gradient to the sharded parameter's ``.grad``."""
+        """Add this rank's part of the reduced gradient, with the shard's device and dtype, to the sharded parameter's
+        ``.grad``."""
         local = self.local
-        if grad.device != local.device or grad.dtype != local.dtype:
-            grad = grad.to(local.device, local.dtype)
         if local.grad is None:
             local.grad = grad
         else:

@@ -69,9 +69,12 @@ class Reduction:
             torch.zeros((), device=device, dtype=kind).expand(members, p.slot) if g is None else _by_rows(p, g.to(kind))
             for p, g in zip(self._params, grads, strict=True)
         ]
-        used = [0.0 if missing else 1.0 for missing in self._missing]
-        parts.append(torch.tensor(used, device=device, dtype=kind).expand(members, len(used)))
-        self._sizes = [*(p.slot for p in self._params), len(used)]
+        used = self._bucket.used(len(grads), kind)
+        if any(self._missing):
+            used = used.clone()
+            used[:, [i for i, missing in enumerate(self._missing) if missing]] = 0
+        parts.append(used)
+        self._sizes = [*(p.slot for p in self._params), len(grads)]
         rows = torch.empty(members, sum(self._sizes), dtype=dtype, device=device)
         torch._chunk_cat(parts, dim=0, num_chunks=members, out=rows)
         return rows.div_(self._before) if self._before != 1 else rows
@@ -125,13 +128,15 @@ class Reduction:
         """Add the reduced gradients to the sharded parameters."""
         if self._after != 1:
             self._sum.div_(self._after)
-        *pieces, used = self._sum.split(self._sizes)
+        shards = self._bucket.shards
+        *pieces, used = self._sum.to(shards.device, shards.dtype).split(self._sizes)
         # Read only where this rank does not know the answer, as reading waits for the device.
         counts = used.tolist() if any(self._missing) else None
         for i, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):
             if counts is None or not self._missing[i] or counts[i] > 0:
-                shape = param.local_shape
-                param.add_gradient(piece[: math.prod(shape)].view(shape))
+                if len(piece) != param.local_numel:
+                    piece = piece[: param.local_numel]
+                param.add_gradient(piece.view(param.local_shape))
 
 
 def _by_rows(param: HSDPParam, grad: torch.Tensor) -> torch.Tensor:

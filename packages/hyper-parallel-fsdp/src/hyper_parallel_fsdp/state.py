@@ -131,7 +131,7 @@ class State:
 
     def unshard(self) -> None:
         """Begin to gather."""
-        if not self._registered:
+        if not (self._registered or self._prefetched or self._backward):
             self._refresh()
         for bucket in self.buckets:
             bucket.start_gather()
@@ -337,7 +337,8 @@ class State:
         if bucket.groups.rank_size == 1:
             for param, grad in gradients:
                 if grad is not None:
-                    param.add_gradient(grad if factor == 1 else grad / factor)
+                    grad = grad if factor == 1 else grad / factor
+                    param.add_gradient(grad.to(bucket.shards.device, bucket.shards.dtype))
             return
         root.reduce(Reduction(bucket, gradients, dtype, factor, self.requires_all_reduce, root.stream))
 
