@@ -296,3 +296,19 @@ def test_both_kinds_of_batch():
     net(placed, torch.tensor(1.0))  # a number is the same everywhere
     with pytest.raises(ValueError, match="the first batch came as DTensors over the data axes, this one as plain"):
         net(plain, plain)
+
+
+@pytest.mark.ranks(4)
+def test_equal_slices_of_different_meshes():
+    whole = torch.arange(24.0).view(8, 3)
+    meshes = [
+        init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp")),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")),
+    ]
+    for mesh in (*meshes, *reversed(meshes)):
+        net = nn.Linear(3, 8, bias=False)
+        local = whole.chunk(2)[mesh.get_local_rank("tp")]
+        net.weight = nn.Parameter(DTensor.from_local(local.clone(), mesh["tp"], [Shard(0)]))
+        fully_shard(net, mesh=mesh[mesh.mesh_dim_names[-2]])
+        assert net.weight.layout.mesh_dim_names == mesh.mesh_dim_names[-2:]
+        assert torch.equal(net.weight.detach().full_tensor(), whole)

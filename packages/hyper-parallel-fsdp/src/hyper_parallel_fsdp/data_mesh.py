@@ -23,10 +23,12 @@ class DataMesh:
     Attributes:
         info: the mesh.
         roles: of its axes; without ``shard`` axes where parameters are not sharded.
+        root: the mesh that it was sliced from, or itself.
     """
 
     info: MeshInfo
     roles: MeshRoles
+    root: DeviceMesh
 
     @property
     def data_size(self) -> int:
@@ -59,9 +61,9 @@ def data_mesh(mesh: DeviceMesh | None, enable_param_shard: bool | None) -> DataM
     roles = mesh_roles(info)
     if not roles.data and not enable_param_shard:
         # Only tensor parallelism: the data axes are those of the mesh that this one was sliced from.
-        root = mesh_info(root_mesh(mesh))
-        if root is not info:
-            info, roles = root, mesh_roles(root)
+        larger = mesh_info(root_mesh(mesh))
+        if larger is not info:
+            info, roles = larger, mesh_roles(larger)
             enable_param_shard = False
     if enable_param_shard is None:
         enable_param_shard = bool(roles.shard)
@@ -73,7 +75,7 @@ def data_mesh(mesh: DeviceMesh | None, enable_param_shard: bool | None) -> DataM
         )
     if not enable_param_shard:
         roles = MeshRoles((), tuple(sorted((*roles.shard, *roles.replicate))), roles.expert, roles.model)
-    return DataMesh(info, roles)
+    return DataMesh(info, roles, root_mesh(mesh))
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def place(
             pending, or there is no such dimension.
     """
     layout = parameter.layout if isinstance(parameter, DTensor) else None
-    info = data.info if layout is None else _common_mesh(name, data.info, layout.info)
+    info = data.info if layout is None else _common_mesh(name, data, layout.info)
     roles = data.roles
 
     def axes(of: tuple[int, ...]) -> tuple[int, ...]:
@@ -178,22 +180,22 @@ def _check(name: str, whole: Layout, data_axes: tuple[int, ...]) -> None:
             )
 
 
-def _common_mesh(name: str, data: MeshInfo, own: MeshInfo) -> MeshInfo:
+def _common_mesh(name: str, data: DataMesh, own: MeshInfo) -> MeshInfo:
     """The mesh that holds the data axes and the parameter's own axes."""
-    if data.axes_beyond(own) is not None:
-        return data
-    if own.axes_beyond(data) is not None:
+    if data.info.axes_beyond(own) is not None:
+        return data.info
+    if own.axes_beyond(data.info) is not None:
         return own
-    root = root_mesh(data.mesh)
-    if root == root_mesh(own.mesh) and root.mesh_dim_names:
-        names = {*data.names, *own.names}
-        in_root = tuple(n for n in root.mesh_dim_names if n in names)
-        if len(in_root) == len(names):
-            return mesh_info(root[in_root])
+    # Equal meshes share one MeshInfo, so its mesh may have been sliced from another root than the one meant here.
+    for root in (data.root, root_mesh(own.mesh)):
+        info = mesh_info(root)
+        if info.axes_beyond(data.info) is not None and info.axes_beyond(own) is not None:
+            wanted = tuple(n for n in info.names if n in (*data.info.names, *own.names))
+            return mesh_info(root[wanted])
     raise ValueError(
-        f"fully_shard: parameter {name!r} is on mesh {own!r}, which shares no larger mesh with the data mesh {data!r}; "
-        "slice both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('fsdp', 'tp')), then mesh['fsdp'] and "
-        "mesh['tp']"
+        f"fully_shard: parameter {name!r} is on mesh {own!r}, which shares no larger mesh with the data mesh "
+        f"{data.info!r}; slice both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('fsdp', 'tp')), then "
+        "mesh['fsdp'] and mesh['tp']"
     )
 
 
