@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.whole_dims import WholeDims
+from hyper_parallel.placements import Shard
+from hyper_parallel.strategy import R, S, Strategy
 
 
 class AlongDim(WholeDims):
@@ -48,3 +50,35 @@ class AlongDim(WholeDims):
             return func(lines, **{name: value for name, value in given.items() if name != "keepdim"} | {"dim": 1})
 
         return along
+
+
+class Quantile(AlongDim):
+    """``quantile`` and ``nanquantile`` of one or several ``q``, which come first in the result."""
+
+    def __init__(self, op_name: str) -> None:
+        super().__init__(
+            op_name, signature="input, q, dim=None, keepdim=False, *, interpolation=linear", dim=None, folds=True
+        )
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        leading = len(call.spec("q").shape) if call.index("q") is not None else 0
+        for row in super().strategies(call):
+            out = row.outputs
+            yield Strategy({"input": row.inputs[0]}, S(out.dim + leading) if isinstance(out, Shard) else R)  # type: ignore[index]
+
+    def on_lines(self, call: Call) -> Callable[..., Any]:
+        func, several = call.func, call.index("q") is not None and bool(call.spec("q").shape)
+
+        def along(lines: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+            options = {name: value for name, value in given.items() if name in ("q", "interpolation")}
+            if not len(lines):
+                out = lines.flatten(1).sum(1)
+                return out.unsqueeze(1).expand(0, len(given["q"])) if several else out
+            out = func(lines.flatten(1), dim=1, **options)
+            return out.movedim(0, 1) if several else out
+
+        return along
+
+    def folded_form(self, call: Call, out: torch.Tensor) -> torch.Tensor:
+        several = call.index("q") is not None and bool(call.spec("q").shape)
+        return out.movedim(-1, 0) if several else out

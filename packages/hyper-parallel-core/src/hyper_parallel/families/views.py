@@ -344,3 +344,21 @@ class Expand(LayoutOp):
         targets = [target, *(s.layout for s in call.inputs[1:])]
         local: Callable[..., Any] = lambda x, *args, **kwargs: x.expand(sizes)  # noqa: E731
         return Solution(targets, [layout], local, uncounted=self.positions(call, self.uncounted), is_view=True)
+
+
+class Complex(LayoutOp):
+    """``view_as_complex`` and ``view_as_real``: the last dim of size 2, real and imaginary parts, is never sharded."""
+
+    makes_views = True
+
+    def solve(self, call: Call) -> Solution:
+        layout, ndim = call.inputs[0].layout, len(call.inputs[0].shape)
+        joins = call.name == "view_as_complex"
+        if joins and layout.shard_order[ndim - 1]:
+            raise refuse(
+                call,
+                "the real and imaginary parts are on different ranks",
+                "redistribute the last dimension to Replicate first",
+            )
+        new = ndim - 1 if joins else ndim + 1
+        return Solution([layout], [layout.move_dims([d if d < new else None for d in range(ndim)], new)], is_view=True)

@@ -21,6 +21,7 @@ from hyper_parallel.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING
 from hyper_parallel.strategy import S, Strategy, StrategyOp
+from hyper_parallel.structures import rebuilt
 
 __all__ = ["Dealt", "WholeDims"]
 
@@ -120,6 +121,10 @@ class WholeDims(StrategyOp):
         """The operator on ``[lines, *whole dims]`` and the other arguments by name."""
         raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define on_lines")
 
+    def folded_form(self, call: Call, out: torch.Tensor) -> torch.Tensor:
+        """The result of a function that folds dims away, from ``[*other dims, *what on_lines gave more]``."""
+        return out
+
     def keepdim(self, call: Call) -> bool:
         """Whether folded dims stay, with size 1."""
         return bool(call.arg("keepdim", False))
@@ -158,8 +163,8 @@ class WholeDims(StrategyOp):
             given = parsed.bind(args, kwargs)
             out = on_lines(dealt.lines(given.pop(first)), given)
             settle: Callable[[torch.Tensor], torch.Tensor] = (
-                (lambda t: dealt.gathered(t, keep)) if folds else dealt.back
+                (lambda t: self.folded_form(call, dealt.gathered(t, keep))) if folds else dealt.back
             )
-            return settle(out) if isinstance(out, torch.Tensor) else type(out)([settle(t) for t in out])
+            return settle(out) if isinstance(out, torch.Tensor) else rebuilt(out, [settle(t) for t in out])
 
         return local

@@ -1,0 +1,72 @@
+"""Functions that are others in sequence: their layouts, gradients and communication are those of the parts."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from hyper_parallel.op import FunctionOp
+
+_CHECKS = (
+    "has_torch_function",
+    "has_torch_function_unary",
+    "has_torch_function_variadic",
+)
+
+
+class Composed(FunctionOp):
+    """A function written in Python with torch functions that have rules.
+
+    The in-place form copies the result into its target; ``out=`` likewise.
+
+    Args:
+        module: where the function of the op's (last) name is found.
+    """
+
+    def __init__(self, op_name: str, *, module: str) -> None:
+        super().__init__(op_name)
+        self.module = module
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        composition = getattr(importlib.import_module(self.module), self.op_name.rpartition(".")[2])
+        if "out" in kwargs:
+            kwargs = dict(kwargs)
+            out = kwargs.pop("out")
+            return composition(*args, **kwargs) if out is None else out.copy_(composition(*args, **kwargs))
+        result = composition(*args, **kwargs)
+        in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")
+        return args[0].copy_(result) if in_place else result
+
+
+class TorchBody(FunctionOp):
+    """A function that PyTorch itself writes in Python, with torch functions that have rules: its own body runs."""
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return body_of(func)(*args, **kwargs)
+
+
+@cache
+def body_of(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without its question whether an argument overrides it."""
+    assert isinstance(func, types.FunctionType), f"{func} is not written in Python"
+    scope = {**func.__globals__, **dict.fromkeys(_CHECKS, _no)}
+    body = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+def plain_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value that every rank has, next to ``tensor`` on its mesh."""
+    from hyper_parallel.arguments import replica_spec
+    from hyper_parallel.dtensor import DTensor, wrap
+
+    return wrap(value, replica_spec(value, tensor.layout)) if isinstance(tensor, DTensor) else value

@@ -1,0 +1,368 @@
+"""Functions of tensors in terms of others; see :class:`hyper_parallel_ops_basic.composed.Composed`.
+
+Each takes the arguments of the torch function of its name and gives what that gives (https://pytorch.org/docs/stable),
+with shards wherever its parts keep them.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .composed import plain_like
+
+Tensor = torch.Tensor
+
+
+# -- neighbours and sums along a dim -------------------------------------------------------------------------------
+
+
+def diff(
+    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
+) -> Tensor:
+    if prepend is not None or append is not None:
+        input = torch.cat([t for t in (prepend, input, append) if t is not None], dim)
+    for _ in range(n):
+        size = max(input.shape[dim] - 1, 0)
+        later, earlier = input.narrow(dim, input.shape[dim] - size, size), input.narrow(dim, 0, size)
+        input = later ^ earlier if input.dtype is torch.bool else later - earlier
+    return input
+
+
+def nanmean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    known = ~input.isnan()
+    if dim is None:
+        return input.nansum(dtype=dtype) / known.sum()
+    return input.nansum(dim, keepdim, dtype=dtype) / known.sum(dim, keepdim)
+
+
+def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
+    return _trapezoids(y, x, dx, dim).sum(dim)
+
+
+trapz = trapezoid
+
+
+def cumulative_trapezoid(y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
+    return _trapezoids(y, x, dx, dim).cumsum(dim)
+
+
+def _trapezoids(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
+    size = y.shape[dim] - 1
+    pairs = (y.narrow(dim, 1, size) + y.narrow(dim, 0, size)) / 2
+    if x is None:
+        return pairs * dx
+    steps = diff(x, dim=dim if x.ndim == y.ndim else -1)
+    if x.ndim == 1:
+        steps = steps.reshape([-1 if d == dim % y.ndim else 1 for d in range(y.ndim)])
+    return pairs * steps
+
+
+# -- diagonals -----------------------------------------------------------------------------------------------------
+
+
+def trace(input: Tensor) -> Tensor:
+    return input.diagonal().sum()
+
+
+def diag(input: Tensor, diagonal: int = 0) -> Tensor:
+    return torch.diag_embed(input, diagonal) if input.ndim == 1 else input.diagonal(diagonal).clone()
+
+
+def diagflat(input: Tensor, offset: int = 0) -> Tensor:
+    return torch.diag_embed(input.reshape(-1), offset)
+
+
+def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+    rows = F.pad(input, (max(-offset, 0), max(offset, 0))).unsqueeze(-1)
+    size = rows.shape[-2]
+    kept = torch.ones(size, size, dtype=torch.bool, device=input.device).tril(offset).triu(offset)
+    out = torch.where(plain_like(input, kept), rows, 0)
+    return out.movedim((-2, -1), (dim1, dim2))
+
+
+def diagonal_scatter(input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    out = input.clone()
+    rows, columns = max(-offset, 0), max(offset, 0)
+    count = max(min(input.shape[dim1] - rows, input.shape[dim2] - columns), 0)
+    along = plain_like(input, torch.arange(count, device=input.device))
+    out.movedim((dim1, dim2), (0, 1))[along + rows, along + columns] = src.movedim(-1, 0)
+    return out
+
+
+def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    size = min(input.shape)
+    along = plain_like(input, torch.arange(size, device=input.device))
+    if wrap and input.ndim == 2 and input.shape[0] > input.shape[1] + 1:
+        rows = torch.tensor([r for r in range(input.shape[0]) if r % (input.shape[1] + 1) < input.shape[1]])
+        rows = plain_like(input, rows.to(input.device))
+        input[rows, rows % (input.shape[1] + 1)] = fill_value
+        return input
+    input[(along,) * input.ndim] = fill_value
+    return input
+
+
+def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    out = input.clone()
+    out[(slice(None),) * (dim % input.ndim) + (index,)] = src
+    return out
+
+
+def slice_scatter(
+    input: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    out = input.clone()
+    out[(slice(None),) * (dim % input.ndim) + (slice(start, end, step),)] = src
+    return out
+
+
+# -- elements by flat or broadcast index -----------------------------------------------------------------------------
+
+
+def take(input: Tensor, index: Tensor) -> Tensor:
+    return input.reshape(1)[index * 0] if input.ndim == 0 else input[_by_dim(index, input.shape)]
+
+
+def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    return input.index_put(_by_dim(index, input.shape), source.reshape(index.shape), accumulate)
+
+
+def _by_dim(index: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Indices per dim of an index into the flattened tensor."""
+    index = torch.where(index < 0, index + math.prod(shape), index)
+    found = []
+    for size in reversed(shape):
+        found.append(index % size)
+        index = index // size
+    return tuple(reversed(found))
+
+
+def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
+    return _by_dim(indices, (shape,) if isinstance(shape, int) else tuple(shape))
+
+
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return take(input, indices.reshape(-1))
+    dim %= input.ndim
+    both = zip(input.shape, indices.shape, strict=True)
+    sizes = [1 if d == dim else max(a, b) if 0 not in (a, b) else 0 for d, (a, b) in enumerate(both)]
+    whole = [input.shape[d] if d == dim else n for d, n in enumerate(sizes)]
+    wanted = [indices.shape[d] if d == dim else n for d, n in enumerate(sizes)]
+    indices = torch.where(indices < 0, indices + input.shape[dim], indices)
+    return input.expand(whole).gather(dim, indices.expand(wanted))
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+def outer(input: Tensor, vec2: Tensor) -> Tensor:
+    return input.unsqueeze(1) * vec2
+
+
+ger = outer
+
+
+def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = alpha * outer(vec1, vec2)
+    return product if beta == 0 else beta * input + product
+
+
+def inner(input: Tensor, other: Tensor) -> Tensor:
+    if not input.ndim or not other.ndim:
+        return input * other
+    return torch.tensordot(input, other, dims=([-1], [-1]))
+
+
+def vdot(input: Tensor, other: Tensor) -> Tensor:
+    return (input.conj() * other).sum() if input.is_complex() else torch.dot(input, other)
+
+
+def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    return (x.conj() * y if x.is_complex() else x * y).sum(dim)
+
+
+def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
+    if isinstance(dims, int):
+        dims = (list(range(a.ndim - dims, a.ndim)), list(range(dims)))
+    elif isinstance(dims, Tensor):
+        dims = dims.tolist() if dims.ndim else (list(range(a.ndim - int(dims), a.ndim)), list(range(int(dims))))
+    mine, theirs = ([d] if isinstance(d, int) else list(d) for d in dims)
+    letters = string.ascii_letters
+    left = list(letters[: a.ndim])
+    right = list(letters[a.ndim : a.ndim + b.ndim])
+    for i, j in zip(mine, theirs, strict=True):
+        right[j] = left[i]
+    folded = {left[i] for i in mine}
+    out = [c for c in left + right if c not in folded]
+    return torch.einsum(f"{''.join(left)},{''.join(right)}->{''.join(out)}", a, b)
+
+
+def kron(input: Tensor, other: Tensor) -> Tensor:
+    ndim = max(input.ndim, other.ndim)
+    a, b = (t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)) for t in (input, other))
+    for d in range(ndim):
+        a, b = a.unsqueeze(2 * d + 1), b.unsqueeze(2 * d)
+    return (a * b).reshape([a.shape[2 * d] * b.shape[2 * d + 1] for d in range(ndim)])
+
+
+def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        dim = next(d for d, n in enumerate(input.shape) if n == 3)
+    first, second = (torch.broadcast_tensors(input, other)) if input.shape != other.shape else (input, other)
+    return first.roll(-1, dim) * second.roll(-2, dim) - first.roll(-2, dim) * second.roll(-1, dim)
+
+
+def chain_matmul(*matrices: Tensor) -> Tensor:
+    out = matrices[0]
+    for matrix in matrices[1:]:
+        out = out @ matrix
+    return out
+
+
+def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
+    return chain_matmul(*tensors)
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.einsum("...i,kij,...j->...k", input1, weight, input2)
+    return out if bias is None else out + bias
+
+
+# -- joining and spreading -------------------------------------------------------------------------------------------
+
+
+def dstack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.atleast_3d(t) for t in tensors], 2)
+
+
+def column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(t.numel(), 1) if t.ndim <= 1 else t for t in tensors], 1)
+
+
+def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
+    given = tuple(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    shape = torch.broadcast_shapes(*(t.shape for t in given))
+    return tuple(t.expand(shape) for t in given)
+
+
+def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
+    given = list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else list(tensors)
+    swap = indexing == "xy" and len(given) > 1
+    order = [1, 0, *range(2, len(given))] if swap else range(len(given))
+    sizes = [given[i].numel() for i in order]
+    grids = []
+    for i, tensor in enumerate(given):
+        place = list(order).index(i)
+        view = tensor.reshape([-1 if d == place else 1 for d in range(len(given))])
+        grids.append(view.expand(sizes))
+    return tuple(grids)
+
+
+def cartesian_prod(*tensors: Tensor) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.stack([g.reshape(-1) for g in meshgrid(*tensors, indexing="ij")], 1)
+
+
+def block_diag(*tensors: Tensor) -> Tensor:
+    blocks = [torch.atleast_2d(t) for t in tensors]
+    total, offset, rows = sum(b.shape[1] for b in blocks), 0, []
+    for block in blocks:
+        rows.append(F.pad(block, (offset, total - offset - block.shape[1])))
+        offset += block.shape[1]
+    return torch.cat(rows, 0)
+
+
+def rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    a, b = dims
+    if k % 4 == 2:
+        return input.flip(a, b)
+    if k % 4 == 0:
+        return input.clone()
+    return input.flip(b).transpose(a, b) if k % 4 == 1 else input.flip(a).transpose(a, b)
+
+
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    r, lead, (channels, height, width) = upscale_factor, input.shape[:-3], input.shape[-3:]
+    out = input.unflatten(-3, (channels // (r * r), r, r))
+    n = len(lead)
+    out = out.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
+    return out.reshape(*lead, channels // (r * r), height * r, width * r)
+
+
+def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    r, lead, (channels, height, width) = downscale_factor, input.shape[:-3], input.shape[-3:]
+    n = len(lead)
+    out = input.reshape(*lead, channels, height // r, r, width // r, r)
+    out = out.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3)
+    return out.reshape(*lead, channels * r * r, height // r, width // r)
+
+
+def channel_shuffle(input: Tensor, groups: int) -> Tensor:
+    return input.unflatten(1, (groups, input.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
+
+
+def unique_consecutive(
+    input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    if dim is None:
+        inverse_shape = tuple(input.shape)
+        input, dim = input.reshape(-1), 0
+    else:
+        dim %= input.ndim
+        inverse_shape = (input.shape[dim],)
+    starts = input != input.roll(1, dim)
+    others = [d for d in range(input.ndim) if d != dim]
+    starts = starts.any(others) if others else starts
+    starts[:1] = True
+    results = [input[(slice(None),) * dim + (starts,)]]
+    if return_inverse:
+        results.append((starts.cumsum(0) - 1).reshape(inverse_shape))
+    if return_counts:
+        first = starts.nonzero(as_tuple=True)[0]
+        ends = first.roll(-1, 0)
+        ends[-1:] = len(starts)
+        results.append(ends - first)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+# -- activations and distances ---------------------------------------------------------------------------------------
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    if input.shape[dim] % 2:
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {input.shape[dim]}")
+    first, gate = input.chunk(2, dim)
+    return first * gate.sigmoid()
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    if weight.numel() > 1:
+        weight = weight.reshape([-1 if d == 1 else 1 for d in range(max(input.ndim, 2))][: max(input.ndim, 1)])
+    return torch.where(input > 0, input, weight.reshape(()) * input if weight.numel() == 1 else weight * input)
+
+
+def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    lengths = [torch.linalg.vector_norm(x, 2, dim, keepdim=True).clamp_min(eps) for x in (x1, x2)]
+    return ((x1 / lengths[0]) * (x2 / lengths[1])).sum(dim)
+
+
+def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(input - other, p)
+
+
+def normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
+    like = mean if isinstance(mean, Tensor) else std
+    shape = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, Tensor)))
+    drawn = torch.empty_like(like.detach().expand(shape), memory_format=torch.contiguous_format)
+    return drawn.normal_(0, 1, generator=generator).mul_(std).add_(mean)

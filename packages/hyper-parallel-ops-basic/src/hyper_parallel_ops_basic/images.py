@@ -1,0 +1,98 @@
+"""Pooling, ``interpolate`` and other operators over the trailing dims of images, on each channel by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call
+from hyper_parallel.families.whole_dims import WholeDims
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Shard
+from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+
+class Spatial(WholeDims):
+    """An operator on ``[batch, channels, *spatial]`` (or without the batch) that treats every channel alike.
+
+    Sharded spatial dims: the planes are dealt out to the ranks (one all-to-all each way).
+
+    Args:
+        dims: number of spatial dims; 0 for all after the first two.
+    """
+
+    floats_matter = True  # a scale factor
+
+    def __init__(self, op_name: str, *, signature: str, dims: int = 0) -> None:
+        super().__init__(op_name, signature=signature)
+        self.dims = dims
+
+    def num_outputs(self, call: Call) -> int:
+        return 2 if call.name.endswith("_with_indices") or call.arg("return_indices") else 1
+
+    def whole_dims(self, call: Call) -> tuple[int, ...]:
+        ndim = len(call.inputs[0].shape)
+        return tuple(range(ndim - self.dims if self.dims else 2, ndim))
+
+    def on_lines(self, call: Call) -> Callable[..., Any]:
+        func = call.func
+        (*shapes,) = call.output_shapes()
+        sizes = [shape[len(shape) - len(self.whole_dims(call)) :] for shape in shapes]
+
+        def on_planes(planes: torch.Tensor, given: dict[str, Any]) -> Any:
+            if not len(planes):  # which not every kernel takes; joined to the graph all the same
+                empty = [planes.reshape(0, *size) for size in sizes]
+                return empty[0] if len(empty) == 1 else (empty[0], empty[1].long())
+            out = func(planes.unsqueeze(1), **given)
+            return out.squeeze(1) if isinstance(out, torch.Tensor) else tuple(t.squeeze(1) for t in out)
+
+        return on_planes
+
+
+class AffineGrid(StrategyOp):
+    """``affine_grid(theta, size)``: a grid per sample."""
+
+    signature = "theta, size, align_corners=None"
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        yield Strategy({"theta": S(0)}, S(0))
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        if not targets[0].shard_order[0]:
+            return None
+        func, (_, *image) = call.func, call.arg("size")
+        align = call.arg("align_corners")
+        return lambda theta, *args, **kwargs: func(theta, [len(theta), *image], align)
+
+
+class Columns(StrategyOp):
+    """``F.unfold`` and ``F.fold``: patches of an image as columns ``[batch, channels * patch, positions]``.
+
+    Samples may be sharded, and channels where every rank has equally many. Positions overlap in the image.
+
+    Args:
+        joins: whether the columns are joined to an image (``fold``).
+    """
+
+    def __init__(self, op_name: str, *, signature: str, joins: bool = False) -> None:
+        self.signature = signature
+        super().__init__(op_name)
+        self.joins = joins
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        spec = call.inputs[0]
+        batched = len(spec.shape) == (3 if self.joins else 4)
+        if batched:
+            yield Strategy([S(0)], S(0))
+        channels = int(batched)
+        ways = math.prod(call.info.shape[a] for a in spec.layout.shard_order[channels])
+        images = call.output_shapes()[0] if self.joins else spec.shape
+        packed = any(type(spec.layout.placements[a]) is not Shard for a in spec.layout.shard_order[channels])
+        if images[channels] % ways == 0 and not packed:
+            yield Strategy([S(channels)], S(channels))
+        yield Strategy([P], P)

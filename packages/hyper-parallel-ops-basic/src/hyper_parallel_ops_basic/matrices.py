@@ -1,0 +1,82 @@
+"""Linear algebra and Fourier transforms: the matrix dims, or those transformed, are whole; all others may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call, normal_dim
+from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel.families.whole_dims import WholeDims
+from hyper_parallel.strategy import S, Strategy, StrategyOp
+
+
+class OfMatrices(StrategyOp):
+    """A function of batches of matrices ``[..., n, m]``; the batch dims, broadcast together, may be sharded.
+
+    Every element of an inverse or a factor depends on all elements of the matrix, so that a matrix that is sharded
+    itself has to be redistributed.
+
+    Args:
+        outputs: number of outputs, all with the same batch dims.
+        vector: whether a second argument with one dim less is a batch of vectors (``linalg.solve``).
+    """
+
+    def __init__(self, op_name: str, *, outputs: int = 1, vector: bool = False) -> None:
+        super().__init__(op_name)
+        self.outputs, self.vector = outputs, vector
+
+    def num_outputs(self, call: Call) -> int:
+        return self.outputs
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        shapes = [tuple(spec.shape) for spec in call.inputs]
+        vectors = self.vector and len(shapes) > 1 and len(shapes[1]) == len(shapes[0]) - 1
+        batches = [s[: len(s) - (1 if vectors and i == 1 else 2)] for i, s in enumerate(shapes)]
+        batch = broadcast_shape(batches)
+        for d in range(len(batch)):
+            yield Strategy([shard_if_full(b, d, batch) for b in batches], S(d))
+
+
+class Fourier(WholeDims):
+    """``fft`` and its relatives along some dims; sharded ones are made whole by dealing the lines out (one all-to-all
+    each way).
+
+    Args:
+        rank: how many dims are transformed: 1 (``fft``), 2 (``fft2``), or 0 for those named, else all (``fftn``).
+    """
+
+    def __init__(self, op_name: str, *, rank: int = 1) -> None:
+        signature = "input, n=None, dim=-1, norm=None" if rank == 1 else "input, s=None, dim=None, norm=None"
+        super().__init__(op_name, signature=signature)
+        self.rank = rank
+
+    def _given(self, call: Call) -> tuple[int, ...]:
+        """The transformed dims in the order of the call."""
+        ndim, dim = len(call.inputs[0].shape), call.arg("dim")
+        if self.rank == 1:
+            return (normal_dim(-1 if dim is None else dim, ndim),)
+        if dim is None:
+            size = call.arg("s")
+            dim = (-2, -1) if self.rank == 2 else range(-len(size), 0) if size is not None else range(ndim)
+        return tuple(normal_dim(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim))
+
+    def whole_dims(self, call: Call) -> tuple[int, ...]:
+        return tuple(sorted(self._given(call)))
+
+    def on_lines(self, call: Call) -> Callable[..., Any]:
+        func, whole = call.func, self.whole_dims(call)
+        places = tuple(1 + whole.index(d) for d in self._given(call))
+
+        dim: dict[str, Any] = {"dim": places[0] if self.rank == 1 else places}
+
+        def transform(lines: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+            if len(lines):
+                return func(lines, **given | dim)
+            # The kernels do not take nothing; it has the shape of something, and is joined to the graph.
+            out, nothing = func(lines.new_ones((1, *lines.shape[1:])), **given | dim)[:0], lines.sum()
+            return out + (nothing.real if nothing.is_complex() and not out.is_complex() else nothing)
+
+        return transform

@@ -1,0 +1,273 @@
+"""Functions that are others in sequence against plain torch, on all layouts."""
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.testing import OpConformance, sample, tensor
+
+MATRIX, VECTOR = tensor(5, 6), tensor(5)
+IMAGES = tensor(3, 8, 4, 2)
+
+
+class Few(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 10
+
+
+class TestDiff(Few):
+    op = torch.diff
+    samples = (sample(MATRIX, dim=0), sample(MATRIX, 2, 1), sample(VECTOR, prepend=tensor(2)))
+
+
+class TestTrapezoid(Few):
+    op = torch.trapezoid
+    samples = (sample(MATRIX, dim=0), sample(MATRIX, tensor(6)), sample(MATRIX, dx=0.5))
+
+
+class TestCumulativeTrapezoid(Few):
+    op = torch.cumulative_trapezoid
+    samples = (sample(MATRIX),)
+
+
+class TestNanmean(Few):
+    op = torch.nanmean
+    samples = (sample(torch.tensor([[1.0, torch.nan, 3.0], [torch.nan, 5.0, 6.0]]), 1),)
+
+
+class TestDiagonal(Few):
+    op = torch.diagonal
+    samples = (
+        sample(MATRIX),
+        sample(MATRIX, -2),
+        sample(tensor(2, 5, 3), 1, 2, 0),
+        sample(tensor(4, 4, dtype=torch.bool)),
+    )
+
+
+class TestTrace(Few):
+    op = torch.trace
+    samples = (sample(MATRIX),)
+
+
+class TestDiag(Few):
+    op = torch.diag
+    samples = (sample(MATRIX, 1), sample(VECTOR), sample(VECTOR, -1))
+
+
+class TestDiagEmbed(Few):
+    op = torch.diag_embed
+    samples = (sample(MATRIX), sample(MATRIX, 1, 0, 2))
+
+
+class TestDiagonalScatter(Few):
+    op = torch.diagonal_scatter
+    samples = (sample(MATRIX, VECTOR), sample(MATRIX, tensor(4), -1))
+
+
+class TestFillDiagonal(Few):
+    op = torch.clone
+    inplace = "fill_diagonal_"
+    samples = (sample(tensor(5, 5), 2.0).options(name="square"),)
+
+    test_layouts = None
+
+
+class TestSelectScatter(Few):
+    op = torch.select_scatter
+    samples = (sample(MATRIX, tensor(6), 0, 3),)
+
+
+class TestSliceScatter(Few):
+    op = torch.slice_scatter
+    samples = (sample(MATRIX, tensor(2, 6), 0, 1, 5, 2),)
+
+
+class TestTake(Few):
+    op = torch.take
+    samples = (sample(MATRIX, torch.tensor([[0, 7], [-1, 29]])),)
+
+
+class TestPut(Few):
+    op = torch.Tensor.put
+    inplace = "put_"
+    samples = (
+        sample(MATRIX, torch.tensor([0, 7, -1]), tensor(3)),
+        sample(MATRIX, torch.tensor([4, 4, 9]), tensor(3), accumulate=True),
+    )
+
+
+class TestTakeAlongDim(Few):
+    op = torch.take_along_dim
+    samples = (
+        sample(MATRIX, tensor(5, 2, dtype=torch.int64), 1),
+        sample(MATRIX, tensor(1, 6, dtype=torch.int64, high=5), dim=0),
+        sample(MATRIX, tensor(4, dtype=torch.int64)),
+    )
+
+
+class TestOuter(Few):
+    op = torch.outer
+    samples = (sample(VECTOR, tensor(3)),)
+
+
+class TestAddr(Few):
+    op = torch.addr
+    inplace = "addr_"
+    samples = (sample(MATRIX, VECTOR, tensor(6), beta=2, alpha=0.5),)
+
+
+class TestInner(Few):
+    op = torch.inner
+    samples = (sample(MATRIX, tensor(3, 6)), sample(VECTOR, VECTOR))
+
+
+class TestVecdot(Few):
+    op = torch.linalg.vecdot
+    samples = (sample(MATRIX, MATRIX), sample(MATRIX, tensor(6), dim=-1))
+
+
+class TestTensordot(Few):
+    op = torch.tensordot
+    samples = (sample(tensor(2, 5, 3), tensor(5, 3, 4)), sample(tensor(2, 5, 3), tensor(3, 2), dims=([2, 0], [0, 1])))
+
+
+class TestKron(Few):
+    op = torch.kron
+    samples = (sample(tensor(2, 3), tensor(4, 2)),)
+
+
+class TestCross(Few):
+    op = torch.linalg.cross
+    samples = (sample(tensor(5, 3), tensor(5, 3)), sample(tensor(3, 4), tensor(3, 4), dim=0))
+
+
+class TestBilinear(Few):
+    op = F.bilinear
+    samples = (sample(tensor(5, 3), tensor(5, 4), tensor(2, 3, 4), tensor(2)),)
+
+
+class TestDstack(Few):
+    op = torch.dstack
+    samples = (sample([MATRIX, MATRIX]), sample([VECTOR, VECTOR]))
+
+
+class TestColumnStack(Few):
+    op = torch.column_stack
+    samples = (sample([VECTOR, MATRIX]),)
+
+
+class TestMeshgrid(Few):
+    op = torch.meshgrid
+    samples = (sample(VECTOR, tensor(3), indexing="ij"), sample(VECTOR, tensor(3), indexing="xy"))
+
+
+class TestCartesianProd(Few):
+    op = torch.cartesian_prod
+    samples = (sample(tensor(4), tensor(2)),)
+
+
+class TestBlockDiag(Few):
+    op = torch.block_diag
+    samples = (sample(tensor(2, 3), tensor(3, 2)),)
+
+
+class TestRot90(Few):
+    op = torch.rot90
+    samples = (sample(MATRIX), sample(MATRIX, 2), sample(MATRIX, 3, (1, 0)))
+
+
+class TestPixelShuffle(Few):
+    op = F.pixel_shuffle
+    samples = (sample(IMAGES, 2),)
+
+
+class TestPixelUnshuffle(Few):
+    op = F.pixel_unshuffle
+    samples = (sample(IMAGES, 2),)
+
+
+class TestChannelShuffle(Few):
+    op = torch.channel_shuffle
+    samples = (sample(tensor(3, 8, 2, grad=False), 2),)
+
+
+class TestGlu(Few):
+    op = F.glu
+    samples = (sample(MATRIX), sample(tensor(6, 3), 0))
+
+
+class TestPrelu(Few):
+    op = F.prelu
+    samples = (sample(MATRIX, tensor(6)), sample(IMAGES, tensor(1)), sample(IMAGES, tensor(8)))
+
+
+class TestPairwiseDistance(Few):
+    op = F.pairwise_distance
+    samples = (sample(MATRIX, MATRIX), sample(MATRIX, tensor(6), 1.0, keepdim=True))
+
+
+class TestCosineSimilarity(Few):
+    op = F.cosine_similarity
+    samples = (sample(MATRIX, MATRIX), sample(MATRIX, MATRIX, dim=0))
+
+
+class TestNormalize(Few):
+    op = F.normalize
+    samples = (sample(MATRIX), sample(MATRIX, p=1, dim=0))
+
+
+class TestCDist(Few):
+    op = torch.cdist
+    samples = (sample(MATRIX, tensor(3, 6)), sample(tensor(2, 5, 3), tensor(2, 2, 3), 1.0))
+
+
+class TestBatchNorm(Few):
+    op = F.batch_norm
+    samples = (
+        sample(MATRIX, None, None, tensor(6), tensor(6), True),
+        sample(IMAGES, None, None, training=True),
+        sample(MATRIX, tensor(6, grad=False), tensor(6, low=0.5, high=2.0, grad=False), tensor(6)),
+    )
+
+
+class TestInstanceNorm(Few):
+    op = F.instance_norm
+    samples = (sample(IMAGES, weight=tensor(8), bias=tensor(8)),)
+
+
+class TestMarginRanking(Few):
+    op = F.margin_ranking_loss
+    samples = (sample(VECTOR, VECTOR, torch.tensor([1.0, -1, 1, 1, -1]), 0.2),)
+
+
+class TestHingeEmbedding(Few):
+    op = F.hinge_embedding_loss
+    samples = (sample(VECTOR, torch.tensor([1, -1, 1, 1, -1])),)
+
+
+class TestCosineEmbedding(Few):
+    op = F.cosine_embedding_loss
+    samples = (
+        sample(MATRIX, MATRIX, torch.tensor([1, -1, 1, 1, -1]), 0.1),
+        sample(MATRIX, MATRIX, torch.tensor([1, -1, 1, 1, -1]), reduction="sum"),
+    )
+
+
+class TestTripletMargin(Few):
+    op = F.triplet_margin_loss
+    samples = (sample(MATRIX, MATRIX, MATRIX), sample(MATRIX, MATRIX, MATRIX, swap=True, reduction="none"))
+
+
+class TestMultiMargin(Few):
+    op = F.multi_margin_loss
+    samples = (sample(MATRIX, tensor(5, dtype=torch.int64)), sample(MATRIX, tensor(5, dtype=torch.int64), 2, 0.5))
+
+
+class TestGaussianNLL(Few):
+    op = F.gaussian_nll_loss
+    samples = (sample(MATRIX, MATRIX, tensor(5, 6, low=0.5, high=2.0)),)
+
+
+class TestMultilabelSoftMargin(Few):
+    op = F.multilabel_soft_margin_loss
+    samples = (sample(MATRIX, tensor(5, 6, low=0, high=1, grad=False)),)

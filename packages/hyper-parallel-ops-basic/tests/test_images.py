@@ -1,0 +1,173 @@
+"""Pooling, resizing, matrices and Fourier transforms against plain torch, on all layouts."""
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.testing import OpConformance, sample, tensor
+
+IMAGES = tensor(3, 2, 5, 6)
+
+
+class Few(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 10
+
+
+class TestMaxPool(Few):
+    op = F.max_pool2d
+    samples = (sample(IMAGES, 2), sample(IMAGES, (3, 2), 1, 1), sample(IMAGES, 2, return_indices=True))
+
+
+class TestMaxPool1d(Few):
+    op = F.max_pool1d
+    samples = (sample(tensor(3, 2, 7), 3, 2), sample(tensor(2, 7), 2, ceil_mode=True))
+
+
+class TestAvgPool(Few):
+    op = F.avg_pool2d
+    samples = (sample(IMAGES, 2), sample(IMAGES, 3, 2, 1, count_include_pad=False))
+
+
+class TestAdaptiveAvgPool(Few):
+    op = F.adaptive_avg_pool2d
+    samples = (sample(IMAGES, (2, 3)),)
+
+
+class TestAdaptiveMaxPool(Few):
+    op = F.adaptive_max_pool1d
+    samples = (sample(tensor(3, 2, 7), 3),)
+
+
+class TestInterpolate(Few):
+    op = F.interpolate
+    samples = (
+        sample(IMAGES, scale_factor=2),
+        sample(IMAGES, size=(7, 3), mode="bilinear", align_corners=False),
+        sample(tensor(3, 2, 5), size=8, mode="linear"),
+    )
+
+
+class TestLpPool(Few):
+    op = F.lp_pool2d
+    samples = (sample(IMAGES, 2, 2),)
+
+
+class TestLocalResponseNorm(Few):
+    op = F.local_response_norm
+    samples = (sample(tensor(3, 4, 5), 3),)
+
+
+class TestGridSample(Few):
+    op = F.grid_sample
+    samples = (sample(tensor(2, 3, 4, 4), tensor(2, 3, 2, 2, low=-1, high=1), align_corners=False),)
+
+
+class TestAffineGrid(Few):
+    op = F.affine_grid
+    samples = (sample(tensor(5, 2, 3), (5, 1, 2, 3), False),)
+
+
+class TestColumns(Few):
+    op = F.unfold
+    samples = (sample(tensor(3, 4, 4, 5), 2),)
+
+
+class TestJoinedColumns(Few):
+    op = F.fold
+    samples = (sample(tensor(3, 8, 6), (3, 4), 2),)
+
+
+class TestWindows(Few):
+    op = torch.Tensor.unfold
+    samples = (sample(tensor(9, 2), 0, 3, 2), sample(tensor(2, 6), 1, 2, 1), sample(tensor(5), 0, 4, 1))
+
+
+class TestInv(Few):
+    op = torch.linalg.inv
+    samples = (sample(tensor(5, 3, 3)),)
+
+
+class TestSolve(Few):
+    op = torch.linalg.solve
+    samples = (sample(tensor(5, 3, 3), tensor(5, 3, 2)), sample(tensor(5, 3, 3), tensor(5, 3)))
+
+
+class TestSlogdet(Few):
+    op = torch.linalg.slogdet
+    samples = (sample(tensor(5, 3, 3)),)
+
+
+class TestFft(Few):
+    op = torch.fft.fft
+    samples = (sample(tensor(5, 6)), sample(tensor(5, 6), dim=0), sample(tensor(5, 2), n=8, dim=0))
+
+
+class TestIrfft(Few):
+    op = torch.fft.irfft
+    samples = (sample(tensor(5, 4, dtype=torch.complex128)),)
+
+
+class TestFftn(Few):
+    op = torch.fft.fftn
+    samples = (sample(tensor(2, 5, 3), dim=(2, 0)), sample(tensor(4, 5)))
+
+
+class TestUnique(Few):
+    op = torch.unique
+    samples = (
+        sample(tensor(5, 6, dtype=torch.int64)),
+        sample(tensor(7, dtype=torch.int64), return_inverse=True, return_counts=True),
+        sample(tensor(6, 2, dtype=torch.int64, high=2), return_inverse=True, return_counts=True, dim=0),
+    )
+
+
+class TestUniqueConsecutive(Few):
+    op = torch.unique_consecutive
+    samples = (
+        sample(torch.tensor([1, 1, 2, 2, 2, 1, 3]), return_inverse=True, return_counts=True),
+        sample(torch.tensor([[1, 1], [1, 1], [2, 1], [2, 1], [1, 1]]), dim=0),
+    )
+
+
+class TestIsIn(Few):
+    op = torch.isin
+    samples = (
+        sample(tensor(5, 6, dtype=torch.int64), torch.tensor([1, 3, 4])),
+        sample(tensor(5, dtype=torch.int64), tensor(3, dtype=torch.int64), invert=True),
+    )
+
+
+class TestSearchSorted(Few):
+    op = torch.searchsorted
+    samples = (
+        sample(torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0]), tensor(5, 6, dtype=torch.float32, grad=False)),
+        sample(torch.tensor([[0.0, 1.0], [0.5, 2.0]]), tensor(2, 3, dtype=torch.float32, grad=False), right=True),
+    )
+
+
+class TestBucketize(Few):
+    op = torch.bucketize
+    samples = (sample(tensor(5, 6, dtype=torch.float32, grad=False), torch.tensor([-1.0, 0.0, 0.5])),)
+
+
+class TestQuantile(Few):
+    op = torch.quantile
+    samples = (
+        sample(tensor(5, 6), 0.3, 0),
+        sample(tensor(5, 6), torch.tensor([0.1, 0.5], dtype=torch.float64), 1, True),
+        sample(tensor(5, 3), 0.5),
+    )
+
+
+def as_complex(x):
+    return torch.view_as_real(torch.view_as_complex(x) * 2j)
+
+
+class TestComplexViews(Few):
+    op = as_complex
+    samples = (sample(tensor(5, 3, 2)),)
+
+
+class TestPolar(Few):
+    op = torch.polar
+    samples = (sample(tensor(5, 6), tensor(6)),)
