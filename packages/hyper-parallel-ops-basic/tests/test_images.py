@@ -74,7 +74,7 @@ class TestColumns(Few):
 
 class TestJoinedColumns(Few):
     op = F.fold
-    samples = (sample(tensor(3, 8, 6), (3, 4), 2),)
+    samples = (sample(tensor(3, 16, 6), (3, 4), 2),)
 
 
 class TestWindows(Few):

@@ -55,6 +55,8 @@ class AlongDim(WholeDims):
 class Quantile(AlongDim):
     """``quantile`` and ``nanquantile`` of one or several ``q``, which come first in the result."""
 
+    kernels_need_lines = True
+
     def __init__(self, op_name: str) -> None:
         super().__init__(
             op_name, signature="input, q, dim=None, keepdim=False, *, interpolation=linear", dim=None, folds=True
@@ -71,9 +73,8 @@ class Quantile(AlongDim):
 
         def along(lines: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
             options = {name: value for name, value in given.items() if name in ("q", "interpolation")}
-            if not len(lines):
-                out = lines.flatten(1).sum(1)
-                return out.unsqueeze(1).expand(0, len(given["q"])) if several else out
+            if not len(lines):  # which the kernel does not take; nothing, that depends on both
+                return lines.flatten(1).sum(1, keepdim=several) + given["q"]
             out = func(lines.flatten(1), dim=1, **options)
             return out.movedim(0, 1) if several else out
 

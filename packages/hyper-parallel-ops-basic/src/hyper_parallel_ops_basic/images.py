@@ -25,6 +25,7 @@ class Spatial(WholeDims):
     """
 
     floats_matter = True  # a scale factor
+    kernels_need_lines = True
 
     def __init__(self, op_name: str, *, signature: str, dims: int = 0) -> None:
         super().__init__(op_name, signature=signature)
@@ -65,9 +66,14 @@ class AffineGrid(StrategyOp):
     ) -> Callable[..., Any] | None:
         if not targets[0].shard_order[0]:
             return None
-        func, (_, *image) = call.func, call.arg("size")
-        align = call.arg("align_corners")
-        return lambda theta, *args, **kwargs: func(theta, [len(theta), *image], align)
+        func, (_, *image), align = call.func, call.arg("size"), call.arg("align_corners")
+
+        def local(theta: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # One sample more, as no sample is none that the function takes.
+            more = torch.cat([theta, theta.new_zeros(1, *theta.shape[1:])])
+            return func(more, [len(more), *image], align)[:-1]
+
+        return local
 
 
 class Columns(StrategyOp):

@@ -1,4 +1,4 @@
-"""Linear algebra and Fourier transforms: the matrix dims, or those transformed, are whole; all others may be sharded."""
+"""Linear algebra and Fourier transforms: the matrix dims, or those transformed, are whole; others may be sharded."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ class Fourier(WholeDims):
     Args:
         rank: how many dims are transformed: 1 (``fft``), 2 (``fft2``), or 0 for those named, else all (``fftn``).
     """
+
+    kernels_need_lines = True
 
     def __init__(self, op_name: str, *, rank: int = 1) -> None:
         signature = "input, n=None, dim=-1, norm=None" if rank == 1 else "input, s=None, dim=None, norm=None"

@@ -15,7 +15,7 @@ from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement
+from hyper_parallel.placements import Partial, Placement, on_dim
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
 
@@ -64,7 +64,7 @@ class Unique(LayoutOp):
 
 def _along(layout: Layout, dim: int) -> tuple[tuple[Placement, ...], tuple[tuple[int, ...], ...]]:
     placements = tuple(
-        S(0) if a in layout.shard_order[dim] else p for a, p in enumerate(layout.replicated(1).placements)
+        on_dim(layout.placements[a], 0) if a in layout.shard_order[dim] else R for a in range(len(layout.placements))
     )
     return placements, (layout.shard_order[dim],)
 

@@ -112,7 +112,7 @@ class Diagonal(StrategyOp):
             for d in dims:
                 if x.shape[d] == 0:
                     x = one_row_more(x, d)
-            found = x.movedim(dims, (-2, -1))[(..., *places)]
+            found = x.movedim(dims, (-2, -1))[(..., places[0], places[1])]
             return found.masked_fill(~(here[0] & here[1]), 0)
 
         return local

@@ -355,10 +355,12 @@ class Complex(LayoutOp):
         layout, ndim = call.inputs[0].layout, len(call.inputs[0].shape)
         joins = call.name == "view_as_complex"
         if joins and layout.shard_order[ndim - 1]:
-            raise refuse(
-                call,
-                "the real and imaginary parts are on different ranks",
-                "redistribute the last dimension to Replicate first",
-            )
+            layout = layout.with_placements(dict.fromkeys(layout.shard_order[ndim - 1], Replicate()))
+            if call.mode.policy != "auto":
+                raise refuse(
+                    call,
+                    "the real and imaginary parts are on different ranks",
+                    f"redistribute to {layout} first, or use redistribute_policy('auto')",
+                )
         new = ndim - 1 if joins else ndim + 1
         return Solution([layout], [layout.move_dims([d if d < new else None for d in range(ndim)], new)], is_view=True)

@@ -103,7 +103,13 @@ class WholeDims(StrategyOp):
         signature: parameter names, of which the first is the tensor.
         outputs: number of outputs.
         folds: whether the whole dims disappear (unless ``keepdim``).
+
+    Attributes:
+        kernels_need_lines: whether the function itself may refuse a piece without any lines, as on a rank whose shard
+            of another dim is empty; :meth:`on_lines` then runs on every sharded tensor.
     """
+
+    kernels_need_lines: bool = False
 
     def __init__(self, op_name: str, *, signature: str, outputs: int = 1, folds: bool = False) -> None:
         self.signature = signature
@@ -153,7 +159,7 @@ class WholeDims(StrategyOp):
         if not targets[0].ndim:
             return None
         dealt = Dealt(targets[0], tuple(call.inputs[0].shape), dims)
-        if not dealt:
+        if not dealt and not (self.kernels_need_lines and any(targets[0].shard_order)):
             return None
         on_lines, folds, keep, parsed = self.on_lines(call), self.folds, self.keepdim(call), self._parsed
         assert parsed is not None
