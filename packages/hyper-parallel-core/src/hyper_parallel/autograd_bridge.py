@@ -173,7 +173,7 @@ def _roots(tensors: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[An
 
 def _only_sums_pending(tensor: DTensor) -> DTensor:
     """A pending average, maximum and so on is reduced before a gradient enters it; only sums carry gradients."""
-    if all(not is_partial(p) or p.reduce_op == "sum" for p in tensor.placements):
+    if not tensor.layout.is_partial() or all(not is_partial(p) or p.reduce_op == "sum" for p in tensor.placements):
         return tensor
     with torch.enable_grad():
         return tensor.reduce_partial()
@@ -181,6 +181,8 @@ def _only_sums_pending(tensor: DTensor) -> DTensor:
 
 def with_history(tensor: DTensor) -> torch.Tensor:
     """The local tensor, joined to the local graph even when gradients are off, as they are inside a backward."""
+    if tensor._pending is None:
+        return tensor._local
     with torch.enable_grad():
         return tensor._resolve()
 

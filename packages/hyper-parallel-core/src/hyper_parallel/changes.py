@@ -22,12 +22,12 @@ def _as_dtensor(tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any
 
 def changed(args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, inplace: bool) -> tuple[Any, Any]:
     """The arguments with the plan's redistributions applied to the DTensors."""
-    if not kwargs and not inplace and plan.flat:
-        # Input index and argument position are the same: no nested tensors before them.
-        flat = list(args)
-        for index, layout, varying in plan.changes or ():
-            flat[index] = remembered(_as_dtensor(flat[index], args, kwargs), layout, varying)
-        return flat, kwargs
+    if plan.places is not None and not inplace:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for place, (_, layout, varying) in zip(plan.places, plan.changes or (), strict=True):
+            where: Any = new_kwargs if isinstance(place, str) else new_args
+            where[place] = remembered(_as_dtensor(where[place], args, kwargs), layout, varying)
+        return new_args, new_kwargs
     changes = {index: (layout, varying) for index, layout, varying in plan.changes or ()}
     counter = iter(range(1 << 30))
 
@@ -40,8 +40,9 @@ def changed(args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, inplace: bo
             return vary_in_place(tensor, found[1])  # type: ignore[arg-type]
         return remembered(_as_dtensor(tensor, args, kwargs), *found)
 
-    new_args = tuple(map_tensors(a, change) for a in args)
-    return new_args, {name: map_tensors(value, change) for name, value in kwargs.items()}
+    return tuple(map_tensors(a, change) for a in args), {
+        name: map_tensors(value, change) for name, value in kwargs.items()
+    }
 
 
 def with_reduced_forms(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 __all__ = ["SkipDTensorDispatch", "implicit_replication", "redistribute_policy"]
@@ -50,16 +51,15 @@ class _Switched:
     def __enter__(self) -> None:
         outer = state.mode
         self.outer.append(outer)
-        state.mode = _with(outer, **self.changes)
+        state.mode = _with(outer, *self.changes.items())
 
     def __exit__(self, *error: object) -> None:
         state.mode = self.outer.pop()
 
 
-def _with(mode: Mode, **changes: object) -> Mode:
-    if all(getattr(mode, name) == value for name, value in changes.items()):
-        return mode
-    return _interned(replace(mode, **changes))  # type: ignore[arg-type]
+@cache
+def _with(mode: Mode, *changes: tuple[str, object]) -> Mode:
+    return _interned(replace(mode, **dict(changes)))  # type: ignore[arg-type]
 
 
 def redistribute_policy(policy: Policy) -> AbstractContextManager[None]:

@@ -59,7 +59,7 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         return into_out(func, args, kwargs)
     grad = _grad_enabled()
     source = args[0] if args else None  # of which the result may be a view
-    solution = None
+    solution = before = None
     copied = False
     while True:
         key: list[Any] = [grad, mode, solution is None]
@@ -77,7 +77,7 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         plan = rule.cache.get(lookup)
         if plan is not None and plan.ready:
             break
-        if rule.use_reduced and solution is None:
+        if solution is None and (rule.use_reduced if plan is None else plan.pending):
             reduced = with_reduced_forms(args, kwargs or {})
             if reduced is not None:
                 args, kwargs = reduced
@@ -93,8 +93,18 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
             args, kwargs = on_mesh(args, kwargs or {}, plan.mesh)
             continue
         args, kwargs = changed(args, kwargs or {}, plan, rule.inplace)
-        solution = plan.solution  # what was decided holds for the changed inputs
         copied = copied or plan.is_view
+        if plan.then is not None:
+            for place in plan.places or ():
+                if isinstance(place, str):
+                    local_kwargs[place] = kwargs[place]._resolve()
+                else:
+                    local_args[place] = args[place]._resolve()
+            plan = plan.then
+            break
+        solution, before = plan.solution, plan  # what was decided holds for the changed inputs
+    if before is not None and before.places is not None and plan.ready and not rule.inplace:
+        before.then = plan  # found without a second look-up from now on
     if plan.inplace:
         return run_inplace(plan, args, local_args, local_kwargs)
     out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)

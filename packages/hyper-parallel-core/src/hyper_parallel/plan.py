@@ -51,8 +51,10 @@ class Plan:
         mesh: the mesh on which the inputs meet, when they are on several.
         solution: what the rule decided, which holds after the changes.
         inplace: the first argument is the result.
-        ready: whether calls alike can be run as they are: the inputs fit, and none is a pending sum, of which there may
-            be a form that was reduced before.
+        places: where the inputs to change are: position of the argument, or its name; None when one is inside a list.
+        then: the plan after the changes, once it is known.
+        pending: whether an input is a pending sum, of which there may be a form that was reduced before.
+        ready: whether calls alike can be run as they are.
         is_view, copies: as in :class:`~hyper_parallel.call.Solution`.
     """
 
@@ -60,14 +62,16 @@ class Plan:
         "call",
         "changes",
         "copies",
-        "flat",
         "inplace",
         "is_view",
         "mesh",
+        "pending",
+        "places",
         "ready",
         "solution",
         "spec",
         "specs",
+        "then",
         "unfinished",
     )
 
@@ -79,7 +83,9 @@ class Plan:
         self.mesh: MeshInfo | None = None
         self.solution: Solution | None = None
         self.unfinished: list[Any] | None = None
-        self.flat = False
+        self.places: list[int | str] | None = None
+        self.then: Plan | None = None
+        self.pending = False
         self.inplace = False
         self.is_view = False
         self.ready = False
@@ -112,6 +118,7 @@ def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution:
 
 def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
     plan = Plan()
+    plan.pending = rule.use_reduced and any(spec.layout.is_partial() for spec in call.inputs)
     needed = needs_varying(call, solution)
     changes = []
     for index, (spec, target) in enumerate(zip(call.inputs, solution.targets, strict=True)):
@@ -127,11 +134,11 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
                 )
     if changes:
         plan.changes, plan.solution = changes, solution
-        plan.flat = all(a.__class__ is Ref for a in call.args[: changes[-1][0] + 1])
+        plan.places = _places(call, [index for index, _, _ in changes])
         plan.is_view = (solution.is_view or solution.copies) and solution.targets[0] is not call.inputs[0].layout
         return plan
     plan.call = solution.local or rule.func
-    plan.ready = not (rule.use_reduced and any(spec.layout.is_partial() for spec in call.inputs))
+    plan.ready = not plan.pending
     plan.inplace = rule.inplace
     plan.is_view, plan.copies = solution.is_view or solution.copies, solution.copies
     if solution.shapes is not None:
@@ -145,6 +152,13 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
         plan.spec = specs[0]
     plan.specs = specs
     return plan
+
+
+def _places(call: Call, indices: Sequence[int]) -> list[int | str] | None:
+    """The arguments that inputs are; None when one is inside a list."""
+    found: dict[int, int | str] = {a.index: i for i, a in enumerate(call.args) if isinstance(a, Ref)}
+    found.update({v.index: name for name, v in call.kwargs.items() if isinstance(v, Ref)})
+    return [found[i] for i in indices] if all(i in found for i in indices) else None
 
 
 def finish(plan: Plan, out: Any) -> None:

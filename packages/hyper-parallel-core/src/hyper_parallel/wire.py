@@ -10,6 +10,7 @@ Sums and products travel as they are. Two reductions do not:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ def norm_order(op: str) -> float | None:
     return float(op[len(_NORM) :]) if op.startswith(_NORM) else None
 
 
+@cache
 def wire(op: str, dtype: torch.dtype) -> Wire:
     """How a pending ``op`` on tensors of ``dtype`` travels."""
     if op in ("max", "min") and dtype.is_floating_point:

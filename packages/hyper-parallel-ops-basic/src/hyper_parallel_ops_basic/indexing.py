@@ -34,6 +34,7 @@ class GetItem(StrategyOp):
     """``x[index]``."""
 
     makes_views = True
+    clamps = True  # a range may end behind the last element
 
     def index(self, call: Call) -> Index:
         """The index in its one general form."""
@@ -84,7 +85,7 @@ class GetItem(StrategyOp):
             solution.meta = lambda x, given: x[index.on_meta(given)]
         if index.mask is not None:
             _solve_by_data(solution, call, index, local)
-        elif local.differs:
+        elif local.differs(self.clamps):
             solution.local = local
         return solution
 
@@ -98,10 +99,11 @@ class _Reading:
         self.moves: dict[int, Move] = {}
         self.held: dict[int, HeldIndices] = {}
 
-    @property
-    def differs(self) -> bool:
-        """Whether it is not what the function itself would do."""
-        return bool(self.slices or self.moves or self.held)
+    def differs(self, clamps: bool) -> bool:
+        """Whether it is not what the function itself would do; one that ``clamps`` takes all of a piece when asked for
+        all of the whole."""
+        sliced = any(part != slice(None) for part in self.slices.values()) if clamps else bool(self.slices)
+        return bool(self.moves or self.held) or sliced
 
     def keep(self, dim: int, picked: range, output: Layout) -> Layout:
         """Take ``picked`` of a sharded dim; returns the result's layout."""
@@ -240,6 +242,7 @@ class Narrow(GetItem):
     """``narrow(x, dim, start, length)``."""
 
     signature = "input, dim, start, length"
+    clamps = False
 
     def index(self, call: Call) -> Index:
         shape = call.inputs[0].shape
