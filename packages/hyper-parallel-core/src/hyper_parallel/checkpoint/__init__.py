@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from hyper_parallel.checkpoint.folder import CheckpointReader, CheckpointWriter
+from hyper_parallel.checkpoint.hugging_face import load_safetensors, save_safetensors
 from hyper_parallel.checkpoint.model_state import get_model_state_dict, set_model_state_dict
 from hyper_parallel.checkpoint.optimizer_state import Optimizers, get_optimizer_state_dict, set_optimizer_state_dict
 from hyper_parallel.checkpoint.saving import async_save, load, save
@@ -24,7 +25,9 @@ __all__ = [
     "get_optimizer_state_dict",
     "get_state_dict",
     "load",
+    "load_safetensors",
     "save",
+    "save_safetensors",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from hyper_parallel.boxes import box
+from hyper_parallel.in_place import before_write
 
 if TYPE_CHECKING:
     from hyper_parallel.dtensor import DTensor
@@ -59,7 +60,8 @@ def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
 
 
 def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """The blocks that this rank holds."""
+    """The blocks that this rank holds; the planner asks for them before it loads into them."""
+    before_write(tensor.detach())
     return [ChunkStorageMetadata(offsets=offsets, sizes=sizes) for offsets, sizes, _ in blocks(tensor)]
 
 
