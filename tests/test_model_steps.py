@@ -1,14 +1,17 @@
 """One training step of each supported model, its code in ``transformers`` unmodified, equals that of one device.
 
-The batch is sharded over dp, the weights of the main linear layers over tp. Sizes are tiny; compared are the loss and
-the gradient of every parameter.
+The batch is sharded over dp, the weights of the main linear layers over tp. Sizes are tiny; compared are the loss, the
+gradient of every parameter, the clipped norm, and every parameter after a step of AdamW.
+
+Where the policy is not ``auto`` nothing but pending sums is ever redistributed. It is ``auto`` for mixtures of experts:
+their code sorts the tokens of the whole batch by expert, which are then brought together over dp.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -36,7 +39,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 ATTENTION = {
-    "model.embed_tokens.weight": OUT,
+    "**.embed_tokens.weight": OUT,
     "lm_head.weight": OUT,
     "**.self_attn.[qkv]_proj.weight": OUT,
     "**.self_attn.o_proj.weight": IN,
@@ -56,14 +59,33 @@ class Step:
     policy: str = "partial"
     batch: int = 4
     use_cache: bool = True
+    attention: str = "sdpa"
+    experts: str | None = None
+    padded: bool = False
 
     def build(self) -> torch.nn.Module:
         transformers = pytest.importorskip("transformers")
         config = transformers.AutoConfig.for_model(self.model_type, **{**SIZES, **self.sizes})
         torch.manual_seed(0)
-        if type(config) in transformers.AutoModelForCausalLM._model_mapping:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        return transformers.AutoModelForImageTextToText.from_config(config)
+        text_only = type(config) in transformers.AutoModelForCausalLM._model_mapping
+        auto = transformers.AutoModelForCausalLM if text_only else transformers.AutoModelForImageTextToText
+        model = auto.from_config(config)
+        if model._supports_sdpa:
+            model.set_attn_implementation(self.attention)
+        if self.experts:
+            model.set_experts_implementation(self.experts)
+        return model
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """A batch, of which one dp rank ignores more than the other."""
+        tokens = torch.randint(3, 128, (self.batch, 12))
+        labels = tokens.clone()
+        labels[0, :7] = -100
+        if not self.padded:
+            return {"input_ids": tokens, "labels": labels}
+        mask = torch.ones_like(tokens)
+        mask[0, 8:] = mask[1, 5:] = 0
+        return {"input_ids": tokens, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
 SHARED = {
@@ -71,7 +93,7 @@ SHARED = {
     "**.shared_expert*.up_proj.weight": OUT,
     "**.shared_expert*.down_proj.weight": IN,
 }
-EMBEDDING = {"model.embed_tokens.weight": OUT, "lm_head.weight": OUT}
+EMBEDDING = {"**.embed_tokens.weight": OUT, "lm_head.weight": OUT}
 LATENT = {
     "**.self_attn.q_b_proj.weight": OUT,
     "**.self_attn.kv_b_proj.weight": OUT,
@@ -87,10 +109,6 @@ VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip
-
-
-def without(plan: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in plan.items() if key != name}
 
 
 DELTA_SIZES = {
@@ -109,13 +127,12 @@ DELTA_3_5 = DELTA | {"**.linear_attn.in_proj_qkv.weight": QKV, "**.linear_attn.i
 
 STEPS = {
     "llama": Step("llama", plan=ATTENTION | MLP),
-    "llama, uneven batch": Step("llama", plan=ATTENTION | MLP, policy="auto", batch=3),
     "qwen3": Step("qwen3", plan=ATTENTION | MLP),
     "qwen3_moe": Step("qwen3_moe", EXPERTS, ATTENTION | MOE, policy="auto"),
     "qwen3_vl_moe": Step(
         "qwen3_vl_moe",
         {"text_config": SIZES | EXPERTS, "vision_config": VISION},
-        {"**.embed_tokens.weight": OUT, **without(ATTENTION, "model.embed_tokens.weight"), **MOE},
+        ATTENTION | MOE,
         policy="auto",
     ),
     "qwen3_next": Step("qwen3_next", DELTA_SIZES | EXPERTS, ATTENTION | DELTA_NEXT | MOE | SHARED, policy="auto"),
@@ -172,33 +189,72 @@ STEPS = {
 }
 
 
-@pytest.mark.ranks(4, timeout=240)
-@pytest.mark.parametrize("name", STEPS)
-def test_a_training_step_equals_that_of_one_device(name):
+def variant(name: str, **changes: Any) -> Step:
+    """A step with other sizes or options."""
     step = STEPS[name]
+    sizes = {**step.sizes, **changes.pop("sizes", {})}
+    return replace(step, sizes=sizes, **changes)
+
+
+DENSE = {"first_k_dense_replace": 2, "mlp_only_layers": [0, 1]}
+VARIANTS = {f"{name}, uneven batch": variant(name, batch=3, policy="auto") for name in STEPS} | {
+    # Without experts nothing has to be brought together.
+    "qwen3_next, dense": variant(
+        "qwen3_next", sizes=DENSE, plan=ATTENTION | DELTA_NEXT | MLP, policy="partial", use_cache=False
+    ),
+    "deepseek_v3, dense": variant("deepseek_v3", sizes=DENSE, plan=EMBEDDING | LATENT | MLP, policy="partial"),
+    "deepseek_v32, dense": variant(
+        "deepseek_v32", sizes={"mlp_layer_types": ["dense"] * 2}, plan=EMBEDDING | LATENT | MLP, policy="partial"
+    ),
+    "llama, eager attention, padded": variant("llama", attention="eager", padded=True),
+    "qwen3_5, padded": variant("qwen3_5", padded=True),
+    "qwen3_moe, eager experts": variant("qwen3_moe", experts="eager"),
+    "deepseek_v32, eager attention, padded": variant("deepseek_v32", attention="eager", padded=True),
+    "deepseek_v3, batched experts": variant("deepseek_v3", experts="batched_mm"),
+}
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize("name", [*STEPS, *VARIANTS])
+def test_a_training_step_equals_that_of_one_device(name):
+    step = (STEPS | VARIANTS)[name]
     model = step.build()
     twin = copy.deepcopy(model)
-    tokens = torch.randint(3, 128, (step.batch, 12))
-    labels = tokens.clone()
-    labels[0, :7] = -100  # ignored, on one dp rank only
-    want = twin(input_ids=tokens, labels=labels, use_cache=step.use_cache).loss
+    inputs = step.inputs()
+    want = twin(**inputs, use_cache=step.use_cache).loss
     want.backward()
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shard_module(model, mesh, ShardingPlan(plan=dict(step.plan)))
-    batch = {
-        name: distribute_tensor(value, mesh, (Shard(0), R), src_data_rank=None)
-        for name, value in (("input_ids", tokens), ("labels", labels))
-    }
+    batch = {key: distribute_tensor(value, mesh, (Shard(0), R), src_data_rank=None) for key, value in inputs.items()}
     with redistribute_policy(step.policy):
         loss = model(**batch, use_cache=step.use_cache).loss
         torch.testing.assert_close(loss.full_tensor(), want, rtol=1e-5, atol=1e-6)
         loss.backward()
-    for (key, mine), (_, plain) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+    pairs = [(key, p, twin.get_parameter(key)) for key, p in model.named_parameters()]
+    for key, mine, plain in pairs:
         if plain.grad is None:
             assert mine.grad is None or not mine.grad.full_tensor().any(), key
+            mine.grad = None
             continue
         assert mine.grad is not None, key
         assert mine.grad.placements == mine.placements, key
-        difference = (mine.grad.full_tensor() - plain.grad).abs().max()
-        assert difference <= 1e-5 * max(1, plain.grad.abs().max()), f"{key}: {difference}"
+        assert_near(key, mine.grad, plain.grad)
+
+    norms = [step_of_adamw(m) for m in (model, twin)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-5, atol=1e-6)
+    for key, mine, plain in pairs:
+        assert_near(key, mine, plain)
+
+
+def step_of_adamw(model: torch.nn.Module) -> torch.Tensor:
+    """Clip and step; the gradients' norm. The large eps keeps the sign of a gradient near zero from mattering."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2).step()
+    return norm
+
+
+def assert_near(key: str, mine: Any, plain: torch.Tensor) -> None:
+    """Within 1e-5 of the largest value (at least of 1), which is the rounding of float32 sums in another order."""
+    difference = (mine.detach().full_tensor() - plain.detach()).abs().max()
+    assert difference <= 1e-5 * max(1, plain.detach().abs().max()), f"{key}: {difference}"

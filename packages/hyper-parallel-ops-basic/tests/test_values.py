@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyper_parallel import Partial, Replicate, Shard, distribute_tensor, redistribute_policy
+from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 
@@ -128,3 +128,25 @@ def test_a_function_that_takes_numbers_reads_them():
     count = distribute_tensor(torch.tensor([2, 3]), mesh_of((2,)), [Shard(0)]).sum()
     assert torch.arange(count).tolist() == [0, 1, 2, 3, 4]
     assert torch.tensor([count, 1]).tolist() == [5, 1]
+
+
+@pytest.mark.ranks(4)
+def test_a_new_tensor_with_a_wider_dim_keeps_the_shards_of_the_others():
+    """As latent attention joins its parts: room for both, then a copy into each part."""
+    torch.manual_seed(0)
+    first, second = torch.randn(4, 6, 3), torch.randn(4, 6, 2)
+
+    def joined(first, second):
+        whole = first.new_empty(*first.shape[:-1], 5)
+        whole[..., :3].copy_(first)
+        whole[..., 3:].copy_(second)
+        return whole
+
+    parts = [distribute_tensor(x, mesh_of((2, 2)), [Shard(0), Shard(1)]).requires_grad_() for x in (first, second)]
+    with CommTrace() as trace:
+        out = joined(*parts)
+    assert trace.counts == {}
+    assert out.placements == (Shard(0), Shard(1))
+    torch.testing.assert_close(out.full_tensor(), joined(first, second))
+    out.square().sum().backward()
+    torch.testing.assert_close(parts[1].grad.full_tensor(), 2 * second)

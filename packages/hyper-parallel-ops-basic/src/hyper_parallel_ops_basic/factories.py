@@ -1,7 +1,9 @@
 """New tensors made after the model of one: ``zeros_like``, ``new_zeros`` and so on.
 
-They read only shape, dtype and device. The result lies like the model where it has its shape, with Replicate in the
-place of a pending reduction; otherwise it is Replicate. It never depends on the model's gradient.
+They read only shape, dtype and device. The result lies like the model along each dim of the same size, with Replicate
+in the place of a pending reduction: ``x.new_empty(*x.shape[:-1], n)``, into which parts of x's layout are then written,
+keeps the shards of the other dims. With another number of dims it is Replicate. It never depends on the model's
+gradient.
 """
 
 from __future__ import annotations
@@ -38,9 +40,12 @@ class NewOfSize(LayoutOp):
         spec = call.inputs[0]
         (shape,) = call.output_shapes()
         targets = [s.layout for s in call.inputs]
-        if shape != tuple(spec.shape):
+        if len(shape) != len(spec.shape):
             return Solution(targets, [spec.layout.replicated(len(shape))], uncounted=frozenset([0]))
-        layout = settled(spec.layout)
+        other = (d for d, n in enumerate(shape) if n != spec.shape[d])
+        layout = settled(spec.layout).with_placements(
+            {a: Replicate() for d in other for a in spec.layout.shard_order[d]}
+        )
         sizes = local_shape(layout, shape, layout.info.my_coordinate())
         return Solution(targets, [layout], _of_size(call, sizes), uncounted=frozenset([0]))
 
