@@ -168,3 +168,24 @@ def test_a_recomputation_that_differs_is_found():
     y = checkpoint(unstable, x, use_reentrant=False)
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
         y.sum().backward()
+
+
+@pytest.mark.ranks(4)
+def test_a_checkpoint_may_end_in_what_is_pending_without_gradients():
+    value = values()[0]
+    for op in (lambda t: (t * 2).norm(), lambda t: (t * 2).amax(0), lambda t: (t * 2).norm(3, 0)):
+        plain = value.clone().requires_grad_()
+        op(plain).square().sum().backward()
+        x = make(value, mesh_of((4,)), [Shard(0)], requires_grad=True)
+        checkpoint(op, x, use_reentrant=True).square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.ranks(4)
+def test_a_pending_norm_is_carried_out_where_it_is_written():
+    value = values()[0]
+    x = make(value, mesh_of((4,)), [Shard(1)])
+    with torch.no_grad():
+        for _ in range(2):
+            out = torch.norm(x, dim=-1, keepdim=True).square_().div_(3)
+            torch.testing.assert_close(out.full_tensor(), value.norm(dim=-1, keepdim=True).square() / 3)

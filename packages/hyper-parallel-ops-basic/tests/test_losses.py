@@ -1,9 +1,12 @@
 """Losses against plain torch, on all layouts."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel import Shard, distribute_tensor
 from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.checking import mesh_of
 
 LABELS = tensor(5, dtype=torch.int64, high=6)
 IGNORED = torch.tensor([3, -100, 0, -100, 5])
@@ -128,3 +131,14 @@ class TestBCEWithLogits(PointwiseLosses):
 class TestPoissonNLLLoss(PointwiseLosses):
     op = F.poisson_nll_loss
     samples = (sample(tensor(5, 6), tensor(5, 6, low=1.0, high=3.0, grad=False)),)
+
+
+@pytest.mark.ranks(4)
+def test_a_target_that_is_no_class_raises_on_every_rank():
+    mesh = mesh_of((4,))
+    target = torch.tensor([0, 1, 2, 7, 1, 0, 2, 1])
+    x = distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)])
+    for op in (F.cross_entropy, F.nll_loss):
+        for reduction in ("mean", "sum", "none"):
+            with pytest.raises(IndexError, match="out of bounds"):
+                op(x, distribute_tensor(target, mesh, [Shard(0)]), reduction=reduction)

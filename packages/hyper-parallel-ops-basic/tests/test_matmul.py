@@ -78,4 +78,6 @@ class TestEinsum(Products):
         sample("ij,ij->", tensor(3, 4), tensor(3, 4)),
         sample("i,j,k->ijk", tensor(2), tensor(3), tensor(5)),
         sample("ij,jk", tensor(3, 4), tensor(4, 5)),
+        sample("bii->bi", tensor(5, 3, 3)),
+        sample("ii,ij->j", tensor(4, 4), tensor(4, 6)),
     )

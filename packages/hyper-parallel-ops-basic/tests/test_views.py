@@ -104,3 +104,26 @@ def test_sharded_heads_survive_a_norm_over_all_of_them():
     assert trace.counts == {}
     assert out.placements == (Shard(0), Shard(2))
     torch.testing.assert_close(out.full_tensor(), x.reshape(4, 3, 8))
+
+
+@pytest.mark.ranks(4)
+def test_views_in_place_change_the_tensor_and_share_its_memory():
+    mesh = mesh_of((4,))
+    x = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)])
+    whole, row = x[:, :], x[:, 0]
+    assert x.unsqueeze_(0) is x
+    assert x.shape == (1, 5, 3)
+    assert x.placements == (Shard(1),)
+    x.squeeze_(0).t_().mul_(2)
+    assert x.placements == (Shard(1),)
+    assert torch.equal(x.full_tensor(), torch.arange(15.0).view(5, 3).t() * 2)
+    assert torch.equal(whole.full_tensor(), torch.arange(15.0).view(5, 3) * 2)
+    assert torch.equal(row.full_tensor(), torch.arange(15.0).view(5, 3)[:, 0] * 2)
+    leaf = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        leaf.unsqueeze_(0)
+    out = leaf * 2
+    out.unsqueeze_(-1).transpose_(0, 1)
+    assert out.shape == (3, 4, 1)
+    out.square().sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 3), 8.0))

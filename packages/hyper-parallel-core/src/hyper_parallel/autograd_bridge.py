@@ -126,6 +126,11 @@ def _join(tensor: DTensor, mark: _Mark) -> None:
     """Connect the local tensor to what C++ says the wrapper was made from."""
     node = wrapper_grad_fn(tensor)
     if node is not None:
+        if not all(p.reduce_op in ("sum", "avg") for p in tensor.placements if is_partial(p)):
+            # It was made without gradients, and needs one after all (the result of a reentrant checkpoint).
+            from hyper_parallel.in_place import carry_out
+
+            carry_out(tensor)
         tensor._local = joined(
             tensor._local, tensor._spec, node, _output_nr(tensor), lambda leaf: leaf._written_at > mark.writes
         )

@@ -18,8 +18,8 @@ from hyper_parallel.cache_key import scan
 from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.errors import MissingOpError
-from hyper_parallel.in_place import before_write, note_base, run_inplace
+from hyper_parallel.errors import MissingOpError, RedistributionError
+from hyper_parallel.in_place import become_view, before_write, carry_out, note_base, run_inplace
 from hyper_parallel.meshes import on_mesh
 from hyper_parallel.metadata import handler_of
 from hyper_parallel.op import FunctionOp
@@ -83,7 +83,12 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
                 args, kwargs = reduced
                 continue
         if plan is None:
-            plan = make_plan(rule, args, kwargs or {}, solution)
+            try:
+                plan = make_plan(rule, args, kwargs or {}, solution)
+            except RedistributionError:
+                if rule.inplace and mode.policy != "strict" and isinstance(args[0], DTensor) and carry_out(args[0]):
+                    continue
+                raise
             if len(rule.cache) >= CACHE_LIMIT:
                 rule.cache.clear()
             rule.cache[lookup] = plan
@@ -153,8 +158,20 @@ def _find(func: Callable[..., Any]) -> Any:
     if isinstance(op, FunctionOp):
         _rules[func] = _of_function(op)
     else:
-        _rules[func] = Rule(func, op, getattr(func, "__name__", None) or str(func))
+        rule = Rule(func, op, getattr(func, "__name__", None) or str(func))
+        in_place_view = rule.inplace and getattr(op, "makes_views", False) and not rule.name.startswith("__")
+        _rules[func] = _of_view(rule.name.removesuffix("_")) if in_place_view else rule
     return _rules[func]
+
+
+def _of_view(name: str) -> Callable[..., Any]:
+    """The handler of ``unsqueeze_`` and its like: the tensor becomes its own view."""
+    view_of = getattr(torch.Tensor, name)
+
+    def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return become_view(args[0], dispatch(view_of, args, kwargs), func.__name__)
+
+    return run
 
 
 def _of_function(op: FunctionOp) -> Callable[..., Any]:

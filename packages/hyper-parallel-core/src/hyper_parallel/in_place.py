@@ -10,9 +10,11 @@ import torch
 
 from hyper_parallel import autograd_bridge
 from hyper_parallel.dtensor import DTensor
+from hyper_parallel.placements import Replicate, is_partial
 from hyper_parallel.plan import Plan, finish
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import dual
+from hyper_parallel.transition import plan_transition
 
 
 def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
@@ -52,6 +54,46 @@ def note_base(view: DTensor, base: Any, copied_by: str | None) -> None:
         if len(root._views) % 64 == 0:  # a parameter is transposed again and again
             root._views = [other for other in root._views if other() is not None]
         root._views.append(weakref.ref(view))
+
+
+def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
+    """Give a tensor the shape and layout of a view of it; the Python object and its memory stay.
+
+    Raises:
+        RuntimeError: for a leaf that requires a gradient, as in PyTorch, or where the view would be a copy.
+    """
+    if torch.is_grad_enabled() and target._local.is_leaf and target._local.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    if view._copied_by is not None:
+        raise RuntimeError(
+            f"{name}: {target.layout} would have to be redistributed, so that the result is no view of the tensor: "
+            f"use x = x.{name.removesuffix('_')}(...)"
+        )
+    if view is target:
+        return target
+    before_write(target)
+    target._forget_forms()
+    autograd_bridge.renew_wrapper(target, view._spec, view._local.device, view.requires_grad)
+    target._local, target._spec, target._origin = view._local, view._spec, None
+    return target
+
+
+def carry_out(target: DTensor) -> bool:
+    """Carry out, in place, a pending max, min, product or norm; False where that is not possible.
+
+    They are pending because that was cheaper than to reduce at once, not because somebody laid the tensor out so: a
+    function that writes the tensor and needs its value finds it reduced.
+    """
+    layout = target._spec.layout
+    kinds = {p.reduce_op for p in layout.placements if is_partial(p)}
+    if not kinds or kinds & {"sum", "avg"} or target._base_dtensor is not None or any(v() for v in target._views):
+        return False
+    whole = layout.with_placements({a: Replicate() for a, p in enumerate(layout.placements) if is_partial(p)})
+    with torch.no_grad():
+        target._local = plan_transition(layout, whole, tuple(target._spec.shape)).run(target._local.detach())
+    target._spec = target._spec.replace(layout=whole)
+    target._forget_forms()
+    return True
 
 
 def _root(tensor: DTensor) -> DTensor:

@@ -101,11 +101,6 @@ def is_inplace(name: str) -> bool:
 
 def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> Plan:
     call = make_call(rule.op, rule, tuple(args), kwargs)
-    if rule.inplace and getattr(rule.op, "makes_views", False):
-        raise NotImplementedError(
-            f"{rule.name} changes the shape of a tensor in place, which a DTensor cannot: "
-            f"use x = x.{rule.name[:-1]}(...)"
-        )
     mesh = common_mesh(call) if rule.op.one_mesh else None
     if mesh is not None:
         plan = Plan()

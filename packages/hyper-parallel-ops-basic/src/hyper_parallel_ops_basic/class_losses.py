@@ -81,7 +81,7 @@ class CrossEntropy(ClassLoss):
         dim = class_dim(shape)
         over, over_batch = OverAxes(layout, [dim]), OverAxes(layout, [d for d in range(len(shape)) if d != dim])
         reduction = reduction_of(call.arg)
-        if not over and (reduction != "mean" or not over_batch):
+        if not over and not over_batch:
             return None
         held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
         weight_at = call.index("weight")
@@ -93,6 +93,8 @@ class CrossEntropy(ClassLoss):
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             x, target, weight = given["input"], given["target"], given.get("weight")
             ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
+            unknown = None if dense else _unknown(target, ignored, shape[dim])
+            target = target if unknown is None else target.masked_fill(unknown, ignored)
             if over:
                 losses, weights = class_parallel_losses(x, target, weight, classes, ignored, smoothing)
             else:
@@ -100,7 +102,7 @@ class CrossEntropy(ClassLoss):
                     x, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
                 )
                 weights = None if dense else _weights(target, weight, ignored, losses.dtype)
-            return reduced_losses(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
+            return reduced_losses(losses, weights, reduction, over_batch, elements, unknown).to(loss_dtype(x))
 
         return local
 
@@ -124,7 +126,7 @@ class NLLLoss(ClassLoss):
         dim = class_dim(shape)
         over, over_batch = OverAxes(layout, [dim]), OverAxes(layout, [d for d in range(len(shape)) if d != dim])
         reduction = reduction_of(call.arg)
-        if not over and (reduction != "mean" or not over_batch):
+        if not over and not over_batch:
             return None
         held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
         parsed, elements = self._parsed, _elements(shape, dim)
@@ -133,12 +135,14 @@ class NLLLoss(ClassLoss):
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             x, target, weight = given["input"], given["target"], given.get("weight")
             ignored = given.get("ignore_index", -100)
+            unknown = _unknown(target, ignored, shape[dim])
+            target = target.masked_fill(unknown, ignored)
             weights = _weights(target, weight, ignored, x.dtype)
             if over:
                 losses = -_picked(x, target, dim, held) * weights
             else:
                 losses = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
-            return reduced_losses(losses, weights, reduction, over_batch, elements).to(loss_dtype(x))
+            return reduced_losses(losses, weights, reduction, over_batch, elements, unknown).to(loss_dtype(x))
 
         return local
 
@@ -153,6 +157,23 @@ def _elements(shape: Sequence[int], dim: int) -> int:
     return torch.Size(n for d, n in enumerate(shape) if d != dim).numel()
 
 
+def _unknown(target: torch.Tensor, ignored: int, classes: int) -> torch.Tensor:
+    """Where a target is no class, which is an error on every rank wherever it is."""
+    return ((target < 0) | (target >= classes)) & (target != ignored)
+
+
+def _refuse_unknown(count: torch.Tensor) -> None:
+    """Raise when targets that are no class were counted on some rank.
+
+    Raises:
+        IndexError: on accelerators an assertion of the device, as in PyTorch.
+    """
+    if count.device.type != "cpu":
+        torch._assert_async(count == 0)
+    elif count:
+        raise IndexError(f"Target out of bounds: {int(count)} of the targets, on one rank or several, are no class")
+
+
 def _weights(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype) -> torch.Tensor:
     """What each element counts in the mean: its class's weight, or 0 where it is ignored."""
     valid = target != ignored
@@ -162,19 +183,31 @@ def _weights(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dt
 
 
 def reduced_losses(
-    losses: torch.Tensor, weights: torch.Tensor | None, reduction: str, over: OverAxes, elements: int
+    losses: torch.Tensor,
+    weights: torch.Tensor | None,
+    reduction: str,
+    over: OverAxes,
+    elements: int,
+    unknown: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The losses reduced: with ``weights``, a mean that is reduced over the ranks too; else this rank's term."""
+    """The losses reduced: with ``weights``, a mean that is reduced over the ranks too; else this rank's term.
+
+    Args:
+        unknown: where a target is no class. A mean counts them with its sums; otherwise the CPU, whose kernels raise
+            where PyTorch's other devices assert, asks all ranks (one all-reduce of a number).
+    """
+    wide = torch.float32 if losses.dtype in (torch.float16, torch.bfloat16) else losses.dtype
+    found = losses.new_zeros((), dtype=wide) if unknown is None else unknown.sum(dtype=wide)
+    if reduction == "mean" and weights is not None:
+        sums = over.sum(torch.stack([losses.sum(dtype=wide), weights.sum(dtype=wide), found]))
+        _refuse_unknown(sums[2].detach())
+        return sums[0] / sums[1]
+    if unknown is not None:
+        _refuse_unknown(over.sum(found) if losses.device.type == "cpu" else found)
     if reduction == "none":
         return losses
-    wide = torch.float32 if losses.dtype in (torch.float16, torch.bfloat16) else losses.dtype
     total = losses.sum(dtype=wide)
-    if reduction == "sum":
-        return total
-    if weights is None:
-        return total / elements
-    both = over.sum(torch.stack([total, weights.sum(dtype=wide)]))
-    return both[0] / both[1]
+    return total if reduction == "sum" else total / elements
 
 
 def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, held: Intervals) -> torch.Tensor:

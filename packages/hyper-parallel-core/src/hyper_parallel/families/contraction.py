@@ -29,11 +29,15 @@ def contraction_strategies(
         for label, size in zip(labels, shape, strict=True):
             sizes[label] = max(sizes.get(label, 0), size) if size != 1 else sizes.get(label, 1)
 
+    repeated = {label for labels in operands for label in labels if labels.count(label) > 1}  # diagonals
+
     def on(shape: Sequence[int], labels: str, label: str) -> Any:
         d = labels.find(label)
         return S(d) if d >= 0 and shape[d] == sizes[label] else R
 
     for label in dict.fromkeys("".join(operands)):
+        if label in repeated:
+            continue  # no shard of one of its dims holds the diagonal: they are whole
         inputs = [on(shape, labels, label) for shape, labels in zip(shapes, operands, strict=True)]
         if all(p == R for p in inputs):
             continue
@@ -141,7 +145,8 @@ class Linear(StrategyOp):
 
 
 class Einsum(StrategyOp):
-    """``torch.einsum`` with an equation; ``...`` stands for leading batch dims."""
+    """``torch.einsum`` with an equation; ``...`` stands for leading batch dims. A dim whose label occurs twice in one
+    operand (a diagonal) is whole."""
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         operands, output = einsum_labels(call.args[0], [len(s.shape) for s in call.inputs])
@@ -149,11 +154,7 @@ class Einsum(StrategyOp):
 
 
 def einsum_labels(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Labels of every operand and of the output, with ``...`` spelled out.
-
-    Raises:
-        NotImplementedError: for a label repeated in one operand (a diagonal), which has no rule.
-    """
+    """Labels of every operand and of the output, with ``...`` spelled out."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     parts = left.split(",")
     used = {c for c in equation if c.isalpha()}
@@ -165,10 +166,6 @@ def einsum_labels(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
         return part.replace("...", dots[widest - (rank - len(part.replace("...", ""))) :] if "..." in part else "")
 
     operands = [spell(p, r) for p, r in zip(parts, ranks, strict=True)]
-    if any(len(set(o)) != len(o) for o in operands):
-        raise NotImplementedError(
-            f"einsum {equation!r} takes a diagonal, for which there is no rule; use torch.diagonal first"
-        )
     if arrow:
         return operands, right.replace("...", dots)
     letters = "".join(p.replace("...", "") for p in parts)
