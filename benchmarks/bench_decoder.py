@@ -1,7 +1,7 @@
 """Forward and backward of one Llama-like decoder layer with tensor and sequence parallelism, tp=4, on fake ranks.
 
-Beside it: the plain module of one rank's size, the same with the bare collectives, and torch's TP styles. Aims: at most
-1.6x the plain module (aim 1.4), and 1.25x plain plus collectives.
+Beside it: the plain module of one rank's size, the same with the bare collectives, our TP styles, and torch's with the
+same plan. Aims: at most 1.6x the plain module (aim 1.4), and 1.25x plain plus collectives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timing import interleaved, start_fake_ranks, table
 from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import parallel as torch_styles
 
+import hyper_parallel
 from hyper_parallel import (
     CommTrace,
     DTensor,
@@ -175,34 +178,26 @@ def ours(mesh) -> nn.Module:
     return shard_module(Layer(), mesh, plan, src_data_rank=None)
 
 
-def torchs(mesh) -> nn.Module:
-    """The whole layer by torch's own styles, local tensors inside (its quickest way)."""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
+def styled(styles, mesh) -> nn.Module:
+    """The whole layer by parallel styles, torch's or ours; between the projections local tensors, torch's quickest
+    way."""
     sequence, whole = Shard(1), Replicate()
-    return parallelize_module(
+    gather = (sequence, None, None), (whole, None, None)
+    return styles.parallelize_module(
         Layer(),
         mesh,
         {
-            "norm1": SequenceParallel(),
-            "norm2": SequenceParallel(),
-            "attention": PrepareModuleInput(
-                input_layouts=(sequence, None, None), desired_input_layouts=(whole, None, None)
-            ),
-            "attention.q": ColwiseParallel(),
-            "attention.k": ColwiseParallel(),
-            "attention.v": ColwiseParallel(),
-            "attention.o": RowwiseParallel(output_layouts=sequence, use_local_output=False),
-            "mlp": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
-            "mlp.gate": ColwiseParallel(),
-            "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(output_layouts=sequence, use_local_output=False),
+            "norm1": styles.SequenceParallel(),
+            "norm2": styles.SequenceParallel(),
+            "attention": styles.PrepareModuleInput(input_layouts=gather[0], desired_input_layouts=gather[1]),
+            "attention.q": styles.ColwiseParallel(),
+            "attention.k": styles.ColwiseParallel(),
+            "attention.v": styles.ColwiseParallel(),
+            "attention.o": styles.RowwiseParallel(output_layouts=sequence, use_local_output=False),
+            "mlp": styles.PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
+            "mlp.gate": styles.ColwiseParallel(),
+            "mlp.up": styles.ColwiseParallel(),
+            "mlp.down": styles.RowwiseParallel(output_layouts=sequence, use_local_output=False),
         },
         src_data_rank=None,
     )
@@ -225,16 +220,18 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
     cos, sin = torch.randn(TOKENS, HEAD), torch.randn(TOKENS, HEAD)
     local = torch.randn(BATCH, TOKENS // TP, HIDDEN, requires_grad=True)
-    from torch.distributed.tensor import DTensor as TorchDTensor
-
     x = DTensor.from_local(local, mesh, [Shard(1)])
     layer = ours(mesh)
     contenders = {
         "plain": stepper(PlainLayer(TP), local, cos, sin),
         "plain + collectives": stepper(BareLayer(TP), local, cos, sin),
         "ours": stepper(layer, x.detach().requires_grad_(), cos, sin),
-        "torch": stepper(
-            torchs(mesh), TorchDTensor.from_local(local.detach(), mesh, [Shard(1)]).requires_grad_(), cos, sin
+        "ours, styles": stepper(styled(hyper_parallel, mesh), x.detach().requires_grad_(), cos, sin),
+        "torch, styles": stepper(
+            styled(torch_styles, mesh),
+            TorchDTensor.from_local(local.detach(), mesh, [Shard(1)]).requires_grad_(),
+            cos,
+            sin,
         ),
     }
     best = interleaved(contenders, calls=20, blocks=20)
@@ -247,6 +244,9 @@ def main() -> None:
         rows,
     )
     print("collectives of ours:", dict(trace.counts))
+    with CommTrace() as trace:
+        contenders["ours, styles"]()
+    print("with styles:", dict(trace.counts))
 
 
 if __name__ == "__main__":

@@ -54,15 +54,17 @@ def train(model, mesh=None):
     for ids, labels in batches():
         group, ranks, index = None, 1, 0
         if mesh is not None and mesh.ndim == 2:
-            group, ranks, index = mesh["dp"].get_group(), mesh["dp"].size(), mesh["dp"].get_local_rank()
+            data = mesh[mesh.mesh_dim_names[0]]
+            group, ranks, index = data.get_group(), data.size(), data.get_local_rank()
         mine = slice(index * len(ids) // ranks, (index + 1) * len(ids) // ranks)
         loss = model(input_ids=ids[mine], labels=labels[mine]).loss
         loss.backward()
         mean = torch.tensor(loss.item())
         if group is not None:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad.to_local(), group=group)
-                parameter.grad.to_local().div_(ranks)
+            if "dp" in mesh.mesh_dim_names:  # fully_shard does it by itself
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad.to_local(), group=group)
+                    parameter.grad.to_local().div_(ranks)
             dist.all_reduce(mean, group=group)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -71,8 +73,8 @@ def train(model, mesh=None):
     return losses
 
 
-def check_training(family, plan_options, shape, **changes):
-    names = ("dp", "tp")[-len(shape) :]
+def check_training(family, plan_options, shape, data="dp", **changes):
+    names = (data, "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = build(family, **changes)
     twin = copy.deepcopy(model)
@@ -80,6 +82,13 @@ def check_training(family, plan_options, shape, **changes):
     parallelize_module(model, mesh["tp"] if len(shape) > 1 else mesh, plan)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == changes.get("tie_word_embeddings", False)
+    if data == "fsdp":
+        from hyper_parallel import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["fsdp"])
+        fully_shard(model, mesh=mesh["fsdp"])
+        assert all(p.device_mesh.mesh_dim_names == ("fsdp", "tp") for p in model.parameters())
     found, want = train(model, mesh), train(twin)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
     for (name, parameter), single in zip(model.named_parameters(), twin.parameters(), strict=True):
@@ -106,6 +115,15 @@ def test_on_two_ranks(family, options, tied):
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["tp=4", "dp=2 x tp=2"])
 def test_on_four_ranks(family, options, shape):
     check_training(family, options, shape)  # with tp=4 there are fewer key-value heads than ranks
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("family", PLANS)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=["plain", "sequence and loss"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_fully_sharded_over_tensor_parallel(family, options, tied):
+    pytest.importorskip("hyper_parallel_fsdp")
+    check_training(family, options, (2, 2), data="fsdp", tie_word_embeddings=tied)
 
 
 @pytest.mark.ranks(2)
