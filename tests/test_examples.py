@@ -1,0 +1,66 @@
+"""The recipes of examples/ learn what one device learns."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("hyper_parallel_fsdp")
+pytest.importorskip("hyper_parallel_tp")
+transformers = pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def recipe(family):
+    spec = importlib.util.spec_from_file_location(f"{family}_recipe", EXAMPLES / family / "parallelize.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_alone(model, ids, steps):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks(4)
+def test_llama3():
+    found = recipe("llama3").train(steps=3)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    both = [torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    want = train_alone(transformers.LlamaForCausalLM(config).train(), torch.cat(both), 3)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.ranks(4)
+def test_qwen3_from_safetensors(tmp_path):
+    module = recipe("qwen3")
+    if dist.get_rank() == 0:
+        module.save_small_model(tmp_path)
+    dist.barrier()
+    found = module.train(tmp_path, steps=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, use_cache=False).train()
+    ids = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found, train_alone(model, ids, 3), rtol=1e-5, atol=1e-4)
