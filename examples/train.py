@@ -34,7 +34,7 @@ from text_batches import VOCAB_SIZE, TextBatches
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-KEY_VALUE_HEADS = 2
+HEADS = 4
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 # Measured on this model with the batch summed in another order, which changes nothing but the rounding.
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("steps", "batch_size", "layers", "save_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.hidden_size % 16:  # 4 heads of an even size each, and an MLP twice as wide
+    if args.hidden_size % 16:  # heads of an even size each, and an MLP twice as wide
         parser.error(f"--hidden-size must be a multiple of 16, got {args.hidden_size}")
     return args
 
@@ -135,8 +135,8 @@ def mesh_shape(tp: int | None, world_size: int) -> tuple[int, int]:
         tp = 2 if world_size % 2 == 0 else 1
     if world_size % tp:
         raise SystemExit(f"--tp {tp} does not divide the number of ranks, {world_size}")
-    if KEY_VALUE_HEADS % tp:
-        raise SystemExit(f"--tp {tp} does not divide the model's {KEY_VALUE_HEADS} key-value heads")
+    if HEADS % tp:
+        raise SystemExit(f"--tp {tp} does not divide the model's {HEADS} attention heads")
     return world_size // tp, tp
 
 
@@ -148,9 +148,9 @@ def build_model(args: argparse.Namespace) -> torch.nn.Module:
         hidden_size=args.hidden_size,
         intermediate_size=2 * args.hidden_size,
         num_hidden_layers=args.layers,
-        num_attention_heads=4,
-        num_key_value_heads=KEY_VALUE_HEADS,
-        head_dim=args.hidden_size // 4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        head_dim=args.hidden_size // HEADS,
         max_position_embeddings=args.length,
         use_cache=False,
         dtype=torch.float32,
@@ -178,7 +178,7 @@ class OneRank:
 
 
 class ManyRanks:
-    """Model and batch as DTensors on a (dp, tp) mesh."""
+    """Model and batch as DTensors on a (dp, tp) mesh: tensor, sequence and loss parallel over tp, FSDP over dp."""
 
     def __init__(self, device: str, shape: tuple[int, int]) -> None:
         from hyper_parallel import init_device_mesh
@@ -187,12 +187,14 @@ class ManyRanks:
         self.mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The same modules; their parameters become DTensors."""
-        from qwen3_plan import QWEN3_PLAN
+        """The same modules: every layer split over tp, parameters and optimizer spread over dp too."""
+        from hyper_parallel import fully_shard, parallelize_module
+        from hyper_parallel_tp.plans import qwen3_plan
 
-        from hyper_parallel import shard_module
-
-        return shard_module(model, self.mesh, QWEN3_PLAN)
+        parallelize_module(model, self.mesh["tp"], qwen3_plan(sequence_parallel=True, loss_parallel=True))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=self.mesh["dp"])
+        return fully_shard(model, mesh=self.mesh["dp"])
 
     def place_batch(self, batch: torch.Tensor) -> torch.Tensor:
         """The global batch, of which each data-parallel rank holds its rows."""
