@@ -13,14 +13,14 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.checkpoint.blocks import blocks
-from hyper_parallel.checkpoint.model_state import canonical
+from hyper_parallel.checkpoint.model_state import canonical, ties
 from hyper_parallel.checkpoint.whole_tensors import full_tensors, rank
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import CheckpointError
@@ -81,7 +81,7 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
         path: a folder with ``model.safetensors.index.json`` or with ``*.safetensors`` files, or one file. All ranks
             must see the same.
         strict: whether names that the files lack, or have beside the module's, are an error. One name of a tied tensor
-            is enough.
+            is enough; that it was tied where it was written is in the files.
 
     Returns:
         (missing names, unexpected names).
@@ -91,19 +91,19 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
         RuntimeError: the module is on the meta device.
     """
     safetensors = _library("safetensors")
-    file_of = _files(Path(path))
     targets = {canonical(n): t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
     if on_meta:
         raise RuntimeError(f"{on_meta[0]} is on the meta device; give the model memory first: model.to_empty(device=…)")
-    satisfied = {name for group in _ties(model) if group & file_of.keys() for name in group}
-    missing = [name for name in targets if name not in file_of and name not in satisfied]
-    unexpected = [name for name in file_of if name not in targets]
-    problems = [*_named("missing in the files", missing), *_named("only in the files", unexpected)] if strict else []
     with contextlib.ExitStack() as opened:
-        needed = {file_of[name] for name in targets if name in file_of}
-        files = {file: opened.enter_context(safetensors.safe_open(file, framework="pt")) for file in needed}
-        slices = {name: files[file_of[name]].get_slice(name) for name in targets if name in file_of}
+        stored = _stored(Path(path), lambda file: opened.enter_context(safetensors.safe_open(file, framework="pt")))
+        slices = {name: stored[name].get_slice() for name in targets if name in stored}
+        satisfied = {name for group in ties(model) if any(name in slices for name in group) for name in group}
+        missing = [name for name in targets if name not in slices and name not in satisfied]
+        unexpected = [name for name, entry in stored.items() if name not in targets and entry.name == name]
+        problems = (
+            [*_named("missing in the files", missing), *_named("only in the files", unexpected)] if strict else []
+        )
         for name, part in slices.items():
             if tuple(part.get_shape()) != tuple(targets[name].shape):
                 shape = tuple(targets[name].shape)
@@ -137,24 +137,12 @@ class _Attempts:
 
 def _tensors_to_write(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The state dict without second names of tied tensors; and those names, with the ones that stand for them."""
-    dropped: dict[str, str] = {}
     state = {canonical(name): value for name, value in model.state_dict().items()}
-    for group in _ties(model):
-        kept, *others = [name for name in state if name in group] or [""]
-        dropped.update(dict.fromkeys(others, kept))
+    dropped = {name: kept for kept, *others in ties(model) for name in others if name in state}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; safetensors files hold tensors only")
     return {name: value for name, value in state.items() if name not in dropped}, dropped
-
-
-def _ties(model: nn.Module) -> list[set[str]]:
-    """The names of each tensor that has several."""
-    names: dict[int, set[str]] = {}
-    for found in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in found:
-            names.setdefault(id(tensor), set()).add(canonical(name))
-    return [group for group in names.values() if len(group) > 1]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -233,23 +221,36 @@ def _raise_everywhere(error: Exception | None, folder: Path) -> None:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _files(path: Path) -> dict[str, Path]:
-    """The file of each name."""
-    safetensors = _library("safetensors")
+class _Stored(NamedTuple):
+    """A tensor in an open file, where it may have another name: that of the one it was tied to."""
+
+    file: Any
+    name: str
+
+    def get_slice(self) -> Any:
+        """What safetensors reads slices from."""
+        return self.file.get_slice(self.name)
+
+
+def _stored(path: Path, open_file: Callable[[Path], Any]) -> dict[str, _Stored]:
+    """Every tensor of the files by name."""
     index = path / INDEX
     if index.is_file():
-        listed = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        absent = sorted({file.name for file in listed.values() if not file.is_file()})
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        paths = sorted({path / file for file in weight_map.values()})
+        absent = [file.name for file in paths if not file.is_file()]
         if absent:
             raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
-        return listed
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"no *.safetensors file in {path}")
-    found: dict[str, Path] = {}
+    else:
+        paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"no *.safetensors file in {path}")
+    files = [open_file(file) for file in paths]
+    found = {name: _Stored(file, name) for file in files for name in file.keys()}
     for file in files:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            found.update(dict.fromkeys(opened.keys(), file))
+        for name, kept in (file.metadata() or {}).items():
+            if kept in found and name not in found:
+                found[name] = found[kept]
     return found
 
 

@@ -70,12 +70,32 @@ def set_model_state_dict(
     for name in frozen - ready.keys():
         ready[name] = own[name]
     on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in own.values())
-    return model.load_state_dict(ready, strict=options.strict, assign=on_meta)
+    tied = ties(model) if on_meta else []
+    result = model.load_state_dict(ready, strict=options.strict, assign=on_meta)
+    for first, *others in tied:  # each name was given a tensor of its own
+        for name in others:
+            owner, _, leaf = raw.get(name, name).rpartition(".")
+            setattr(model.get_submodule(owner), leaf, _attribute(model, raw.get(first, first)))
+    return result
 
 
 def canonical(name: str) -> str:
     """A parameter's name without what ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter or buffer that has several, in the module's order."""
+    names: dict[int, list[str]] = {}
+    for found in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in found:
+            names.setdefault(id(tensor), []).append(canonical(name))
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    owner, _, leaf = path.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)
 
 
 def checked(options: StateDictOptions | None) -> StateDictOptions:
