@@ -93,7 +93,7 @@ class CrossEntropy(ClassLoss):
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             x, target, weight = given["input"], given["target"], given.get("weight")
             ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
-            unknown = None if dense else _unknown(target, ignored, shape[dim])
+            unknown = None if dense else unknown_targets(target, ignored, shape[dim])
             target = target if unknown is None else target.masked_fill(unknown, ignored)
             if over:
                 losses, weights = class_parallel_losses(x, target, weight, classes, ignored, smoothing)
@@ -135,7 +135,7 @@ class NLLLoss(ClassLoss):
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             x, target, weight = given["input"], given["target"], given.get("weight")
             ignored = given.get("ignore_index", -100)
-            unknown = _unknown(target, ignored, shape[dim])
+            unknown = unknown_targets(target, ignored, shape[dim])
             target = target.masked_fill(unknown, ignored)
             weights = _weights(target, weight, ignored, x.dtype)
             if over:
@@ -157,7 +157,7 @@ def _elements(shape: Sequence[int], dim: int) -> int:
     return torch.Size(n for d, n in enumerate(shape) if d != dim).numel()
 
 
-def _unknown(target: torch.Tensor, ignored: int, classes: int) -> torch.Tensor:
+def unknown_targets(target: torch.Tensor, ignored: int, classes: int) -> torch.Tensor:
     """Where a target is no class, which is an error on every rank wherever it is."""
     return ((target < 0) | (target >= classes)) & (target != ignored)
 

@@ -24,11 +24,12 @@ from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
-from .class_losses import reduced_losses
+from .class_losses import reduced_losses, unknown_targets
 from .class_parallel import ClassShard, Labels, Terms, exchanged, index_losses, pick, score_sum, scores_gradient
 from .loss_reduction import reduction_of
 
 _LOW = (torch.float16, torch.bfloat16)
+_EFFICIENT_ROWS = 256  # with fewer, a product spends its time on reading the weight
 
 
 class LinearCrossEntropy(FunctionOp):
@@ -140,33 +141,36 @@ class ChunkedLinearCrossEntropy(StrategyOp):
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
             matrix, target = given["linear_weight"], given["target"]
             x = given["input"].reshape(target.numel(), matrix.shape[1])
+            ignored = given.get("ignore_index", -100)
+            unknown = unknown_targets(target, ignored, classes.count)
             chunk = rows_per_chunk(given["options"], len(x), *matrix.shape)
             losses, weights = index_losses(
                 lambda labels: _LinearTerms.apply(x, matrix, given.get("linear_bias"), classes, labels, chunk),
-                target.flatten(),
+                target.masked_fill(unknown, ignored).flatten(),
                 given.get("weight"),
                 classes,
-                given.get("ignore_index", -100),
+                ignored,
                 given.get("label_smoothing", 0.0),
             )
-            losses = losses.view(target.shape)
-            return reduced_losses(losses, weights.view(target.shape), reduction, rows_over, elements).to(loss_dtype(x))
+            losses, weights = losses.view(target.shape), weights.view(target.shape)
+            return reduced_losses(losses, weights, reduction, rows_over, elements, unknown).to(loss_dtype(x))
 
         return local
 
 
 def rows_per_chunk(options: Any, rows: int, classes: int, features: int) -> int:
     """How many rows a chunk has, by ``torch.nn.LinearCrossEntropyOptions``. Without a number: as many as make a chunk's
-    scores as large as the input, in a power of two, over the factor of ``"aspect_ratio:N"`` (2 for ``"auto"``).
+    scores as large as the input, in a power of two, over the factor of ``"aspect_ratio:N"``; for ``"auto"`` half of
+    that, but enough for an efficient product.
 
     Each rank's own decision, as chunks do not communicate.
     """
     if options.batch_chunk_size is not None or options.chunking_method is None:
         return max(options.batch_chunk_size or rows, 1)
-    method = options.chunking_method
-    factor = 2 if method == "auto" else int(method.partition(":")[2] or 1)
-    fitting = -(-rows * features // max(classes, features, 1))
-    return max((1 << max(fitting - 1, 0).bit_length()) // factor, 1)
+    fitting = 1 << max(-(-rows * features // max(classes, features, 1)) - 1, 0).bit_length()
+    if options.chunking_method == "auto":
+        return max(fitting // 2, _EFFICIENT_ROWS)
+    return max(fitting // int(options.chunking_method.partition(":")[2] or 1), 1)
 
 
 class _LinearTerms(torch.autograd.Function):
