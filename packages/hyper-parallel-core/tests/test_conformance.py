@@ -5,59 +5,26 @@ The operators are functions of this module with rules of their own, so that no o
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
-from hyper_parallel import Partial, Replicate, Shard, Strategy, StrategyOp
-from hyper_parallel.call import Solution
+from hyper_parallel import Partial, Replicate, Shard, Strategy
 from hyper_parallel.families.contraction import Linear
 from hyper_parallel.families.elementwise import Elementwise
 from hyper_parallel.families.views import Reshape
-from hyper_parallel.strategy import LayoutOp, P, R, S
-from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, RanksFailed, check_op, sample, tensor
+from hyper_parallel.strategy import R, S
+from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.drawing import InputSpace, smallest
+from hyper_parallel.testing.function_operators import Rows, distributed
 from hyper_parallel.testing.inputs import Sample
-from hyper_parallel.testing.layouts import axis_placements, draw_cases, tensor_placements
+from hyper_parallel.testing.layouts import axis_placements, tensor_placements
 
 SRC = Path(__file__).parents[1] / "src"
 ONE = ((2,),)
-
-
-def distributed(kind, **params):
-    """Make a function an operator that DTensors reach, with a rule of this class."""
-
-    def decorate(function):
-        @functools.wraps(function)
-        def operator(*args, **kwargs):
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if has_torch_function(tensors):
-                return handle_torch_function(operator, tensors, *args, **kwargs)
-            return function(*args, **kwargs)
-
-        kind(f"{function.__module__}.{function.__qualname__}", **params)
-        return operator
-
-    return decorate
-
-
-class Rows(StrategyOp):
-    """Strategies given as a function of the call."""
-
-    def __init__(self, op_name, *, rows, **attributes):
-        super().__init__(op_name)
-        self.rows = rows
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def strategies(self, call):
-        return self.rows(call)
 
 
 # -- right rules ----------------------------------------------------------------------------------------------------
@@ -139,140 +106,6 @@ class TestGap(OpConformance):
     meshes = ONE
 
 
-# -- wrong rules ----------------------------------------------------------------------------------------------------
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0)), Strategy([S(1)], S(1))])
-def softmax_over_shards(x):
-    return torch.softmax(x, 0)
-
-
-@distributed(Rows, rows=lambda call: [Strategy([P], P)])
-def exp_of_partial(x):
-    return torch.exp(x)
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], R)])
-def sum_without_reduction(x):
-    return x.sum(0)
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0), R], S(0), invariant=[1])])
-def wrong_gradient(x, y):
-    return x * y
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], R), Strategy([S(0)], P)])
-def shadowed_strategy(x):
-    return x.detach().abs().amax() * 0 + x.new_ones(())
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def keyed_by_object(x, key):
-    return x * 2
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def raises_on_shards(x):
-    if x.shape[0] == 1:
-        raise RuntimeError("cannot take a single row")
-    return x * 2
-
-
-@distributed(Elementwise)
-def not_in_place_(x):
-    return x.exp()
-
-
-class WrongInPlace(OpConformance):
-    """Not collected by pytest, as its name does not start with Test."""
-
-    op = right_exp
-    samples = (sample(tensor(4)),)
-    inplace = not_in_place_
-
-
-class Refusing(LayoutOp):
-    """Refuses everything but whole tensors, with an error of its own, also where ``auto`` allows to redistribute."""
-
-    def solve(self, call):
-        if not call.inputs[0].layout.is_replicated():
-            raise ValueError("no")
-        return Solution([call.inputs[0].layout], [call.inputs[0].layout])
-
-
-@distributed(Refusing)
-def refusing(x):
-    return x * 2
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "message"),
-    [
-        (softmax_over_shards, (tensor(4, 6),), "values differ"),
-        (exp_of_partial, (tensor(4),), "values differ"),
-        (sum_without_reduction, (tensor(4, 3),), "values differ"),
-        (shadowed_strategy, (tensor(4),), "another strategy with the same inputs comes first"),
-        (refusing, (tensor(4),), "refused, although redistribution is allowed"),
-        (refusing, (tensor(4),), "must be the standard RedistributionError"),
-    ],
-)
-def test_wrong_rule_is_found(ranks, function, args, message):
-    with pytest.raises(ConformanceError, match=message) as caught:
-        check_op(ranks, function, *args, meshes=ONE)
-    assert f"import {function.__name__}" in str(caught.value)
-
-
-def missing_gradient(x, y):
-    return x * y.detach()
-
-
-def test_wrong_gradient_is_found(ranks):
-    """The replica of a sharded product is not varying, so that its gradient is one rank's term only."""
-    with pytest.raises(ConformanceError, match=r"gradient of input 1 .*values differ"):
-        check_op(ranks, wrong_gradient, tensor(2, 3), tensor(1, 3), meshes=ONE)
-
-
-def with_new_key(x):
-    return keyed_by_object(x, object())
-
-
-def test_growing_cache_is_found(ranks):
-    with pytest.raises(ConformanceError, match="second time made 1 new cache entries"):
-        check_op(ranks, with_new_key, tensor(4), meshes=ONE)
-
-
-def plain_mean(x):
-    return x.to(torch.float32).mean(0)
-
-
-def test_reference_decides(ranks):
-    with pytest.raises(ConformanceError, match=r"global shape is .*\n.*dtype is torch.float64, expected torch.float32"):
-        check_op(ranks, right_exp, tensor(2, 3), meshes=ONE, declared=OpUnderTest(right_exp, reference=plain_mean))
-
-
-def is_sharded(layouts):
-    return any(isinstance(p, Shard) for p in layouts[0].placements)
-
-
-def test_declarations_are_checked(ranks):
-    with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
-        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, max_collectives={}))
-    with pytest.raises(ConformanceError, match="declared unsupported, yet the operator took them"):
-        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, unsupported=is_sharded))
-    check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp))
-
-
-def test_error_on_one_rank_names_the_case(ranks):
-    with pytest.raises(RanksFailed, match=r"(?s)cannot take a single row.*mesh 2, .* input 0: S\(0\)"):
-        check_op(ranks, raises_on_shards, tensor(3), meshes=ONE)
-
-
-def test_form_that_does_not_write_is_found(ranks):
-    with pytest.raises(pytest.fail.Exception, match="values differ"):
-        WrongInPlace().test_inplace(ranks, (0, (2,)))
-
-
 # -- what is tried --------------------------------------------------------------------------------------------------
 
 
@@ -292,15 +125,38 @@ def test_every_layout_of_a_matrix():
     assert tensor_placements((), 1, with_partial=False)[0].placements == (Replicate(),)
 
 
-def test_choice_of_layouts_is_seeded_and_capped():
-    shapes = [(4, 6), (6,)]
-    first = draw_cases(shapes, [True, False], [True, False], 2, 20, "seed")
-    assert len(first) == len({tuple((p.placements, p.swapped) for p in c.inputs) for c in first}) == 20
-    assert first == draw_cases(shapes, [True, False], [True, False], 2, 20, "seed")
-    assert first != draw_cases(shapes, [True, False], [True, False], 2, 20, "another")
-    assert any(p.varying for c in draw_cases(shapes, [True, True], [True, True], 2, 60, "seed") for p in c.inputs)
-    assert all(isinstance(p, Replicate) for placed in first[0].inputs for p in placed.placements)
+def space(*shapes, mesh_ndim=2, pending=True, grad=True):
+    return InputSpace(shapes, (pending,) * len(shapes), (grad,) * len(shapes), mesh_ndim)
+
+
+def test_few_layouts_are_all_tried():
+    cases = space((4, 6), mesh_ndim=1).cases(32, "seed")
+    assert [c.inputs[0].placements for c in cases] == [p.placements for p in tensor_placements((4, 6), 1, True)]
+    assert {c.inputs[0].grad for c in cases} == {True, False}
+
+
+def test_many_layouts_are_drawn_the_same_each_time_up_to_the_limit():
+    one = InputSpace(((4, 6), (6,)), (True, False), (True, False), 2)
+    first = one.cases(20, "seed")
+    assert len(first) == len(set(first)) == 20
+    assert first == one.cases(20, "seed")
+    assert first != one.cases(20, "another")
     assert all(not c.inputs[1].grad and Partial() not in c.inputs[1].placements for c in first)
+
+
+def test_cases_differ_in_all_that_the_kit_promises():
+    inputs = [placed for case in space((4, 6), (6,)).cases(60, "seed") for placed in case.inputs]
+    assert {p.grad for p in inputs} == {p.transposed for p in inputs} == {True, False}
+    assert any(p.varying for p in inputs)
+    assert any(p.swapped for p in inputs)
+    kinds = {type(p).__name__ for placed in inputs for p in placed.placements}
+    assert kinds == {"Replicate", "Shard", "Partial", "PackedShard"}
+
+
+def test_failing_case_shrinks_to_what_matters():
+    case = smallest(space((4, 6), (6,)).strategy(), lambda c: Shard(1) in c.inputs[0].placements, "seed")
+    assert [str(p) for p in case.inputs] == ["R,S(1)", "R,R"]
+    assert smallest(space((4,)).strategy(), lambda c: False, "seed") is None
 
 
 def test_sample_fills_nested_arguments():

@@ -210,7 +210,7 @@ def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
 
     spec = tensor._spec
     local = tensor._resolve()
-    wanted = gradient_spec(spec, local)
+    wanted = gradient_spec(spec, local.dtype)
     if not isinstance(grad, DTensor):
         if grad is None:
             if tensor.numel() != 1:
@@ -261,7 +261,7 @@ def grad(
     materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
     """``torch.autograd.grad`` for DTensors: the gradients come back as DTensors."""
-    from hyper_parallel.dtensor import DTensor, gradient_spec, wrap
+    from hyper_parallel.dtensor import DTensor, wrap_gradient
 
     if is_grads_batched:
         raise NotImplementedError("autograd.grad of DTensors has no is_grads_batched; call it once per gradient")
@@ -278,7 +278,7 @@ def grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap(g, gradient_spec(t._spec, g)) if isinstance(t, DTensor) and g is not None else g
+        wrap_gradient(g, t._spec) if isinstance(t, DTensor) and g is not None else g
         for t, g in zip(sources, results, strict=True)
     )
 

@@ -113,10 +113,9 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
     if plan.inplace:
         return run_inplace(plan, args, local_args, local_kwargs)
     out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)
+    if plan.is_new:
+        out = finish(plan, out)
     spec = plan.spec
-    if spec is None and plan.unfinished is not None:
-        finish(plan, out)
-        spec = plan.spec
     if spec is None:
         many = wrap_many(out, plan.specs)
         if plan.is_view:

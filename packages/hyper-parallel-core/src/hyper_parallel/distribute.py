@@ -59,7 +59,7 @@ def distribute_tensor(
         raise ValueError(
             "distribute_tensor takes a leaf tensor; detach() it, or use DTensor.from_local to keep history"
         )
-    data = tensor.detach()
+    data = tensor.detach().contiguous()
     spec = make_spec(layout, data.shape, contiguous_stride(data.shape), data.dtype)
     if data.device.type not in ("meta", layout.info.device_type):
         data = data.to(layout.info.default_device())

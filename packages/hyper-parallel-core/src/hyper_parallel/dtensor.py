@@ -34,7 +34,7 @@ from hyper_parallel.redistribute import (
     transition,
     varying_axes,
 )
-from hyper_parallel.spec import NOT_VARYING, Spec, dual, make_spec, stride_like
+from hyper_parallel.spec import NOT_VARYING, Spec, dual, in_memory_order, make_spec, stride_like
 from hyper_parallel.wrapper import new_wrapper
 
 __all__ = ["DTensor", "wrap"]
@@ -125,7 +125,7 @@ class DTensor(torch.Tensor):
             )
         if run_check and not local_tensor.is_meta:
             _check_replicas_agree(local_tensor, layout, shape)
-        full_stride = tuple(stride) if stride is not None else stride_like(local_tensor, shape)
+        full_stride = tuple(stride) if stride is not None else stride_like(local_tensor, shape, layout)
         gradient = gradient_layout(layout, NOT_VARYING, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and local_tensor.is_leaf:
             local_tensor = local_tensor.view_as(local_tensor)  # so that the DTensor is no leaf itself
@@ -337,7 +337,7 @@ class DTensor(torch.Tensor):
         if local is None:
             return None
         if self._grad_wrapper is None or self._grad_wrapper._local is not local:
-            self._grad_wrapper = wrap(local, gradient_spec(self._spec, local))
+            self._grad_wrapper = wrap(local, gradient_spec(self._spec, local.dtype))
         return self._grad_wrapper
 
     @grad.setter
@@ -398,8 +398,8 @@ class DTensor(torch.Tensor):
         spec = self._spec
 
         def local_hook(grad: torch.Tensor) -> torch.Tensor | None:
-            wanted = gradient_spec(spec, grad)
-            result = hook(wrap(grad, wanted))
+            given = wrap_gradient(grad, spec)
+            result, wanted = hook(given), given._spec
             if result is None:
                 return None
             if not isinstance(result, DTensor):
@@ -542,10 +542,15 @@ class _GradientLayout(torch.autograd.Function):
         return transition(grad, given, wanted, shape), None, None, None
 
 
-def gradient_spec(spec: Spec, grad: torch.Tensor) -> Spec:
-    """The spec of a local gradient of a tensor with ``spec``."""
+def gradient_spec(spec: Spec, dtype: torch.dtype) -> Spec:
+    """The spec of the gradient of a tensor with ``spec``; like autograd, with the dims in the tensor's order."""
     layout, varying = dual(spec.layout, spec.varying)
-    return make_spec(layout, spec.shape, stride_like(grad, spec.shape), grad.dtype, varying)
+    return make_spec(layout, spec.shape, spec.dense_stride, dtype, varying)
+
+
+def wrap_gradient(grad: torch.Tensor, spec: Spec) -> DTensor:
+    """A local gradient of a tensor with ``spec`` as a DTensor."""
+    return wrap(in_memory_order(grad, spec.memory_order), gradient_spec(spec, grad.dtype))
 
 
 def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
@@ -558,7 +563,7 @@ def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
     if origin is not None and old.layout is spec.layout and torch.is_grad_enabled() and origin.is_current(local):
         # Used as varying after a redistribution: one node from where it came from, with the value we have already.
         how = _How(value=local.detach())
-        local, move = origin.local, move_of(origin.typed, (spec.layout, spec.varying), old.shape)
+        local, move = origin.local, move_of(origin.typed, (spec.layout, spec.varying), old.shape, old.memory_order)
     else:
         move = old.moves.get(spec) or _move_between(old, spec)
     local_result = moved(local, move, PLAIN if how is None else how)
@@ -571,7 +576,8 @@ def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
 
 
 def _move_between(old: Spec, new: Spec) -> Move:
-    move = old.moves[new] = move_of((old.layout, old.varying), (new.layout, new.varying), old.shape)
+    src, dst = (old.layout, old.varying), (new.layout, new.varying)
+    move = old.moves[new] = move_of(src, dst, old.shape, old.memory_order)
     return move
 
 

@@ -17,7 +17,7 @@ from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import Replicate, Shard
 from hyper_parallel.plan import vary_axes
 from hyper_parallel.redistribute import varying_axes
-from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.spec import make_spec, stride_like
 
 __all__ = ["custom_shard"]
 
@@ -188,7 +188,9 @@ class _Sharded:
                 and any(axis in t._spec.varying for t in tensors)
                 and all(isinstance(t.placements[axis], Replicate) for t in tensors)
             )
-            wrapped.append(wrap(value, make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying)))
+            wrapped.append(
+                wrap(value, make_spec(layout, shape, stride_like(value, shape, layout), value.dtype, varying))
+            )
         return type(out)(wrapped) if many else wrapped[0]
 
     def _shape(self, index: int, local: torch.Tensor, layout: Layout, tensors: list[DTensor]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kw
     before_write(target)
     before = local_args[0].requires_grad
     out = plan.call(*local_args, **local_kwargs)
-    if plan.unfinished is not None:
+    if plan.is_new:
         finish(plan, out)
     spec = plan.spec or plan.specs[0] if plan.specs else None
     if spec is not None and spec.varying != target._spec.varying:

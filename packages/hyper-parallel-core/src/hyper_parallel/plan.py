@@ -15,7 +15,7 @@ from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.meshes import common_mesh
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.placements import is_replicate
-from hyper_parallel.spec import NOT_VARYING, Spec, make_spec, stride_like
+from hyper_parallel.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
 from hyper_parallel.structures import rebuilt
 
 CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
@@ -51,6 +51,7 @@ class Plan:
         mesh: the mesh on which the inputs meet, when they are on several.
         solution: what the rule decided, which holds after the changes.
         inplace: the first argument is the result.
+        is_new: no call has used it yet, so that :func:`finish` is due.
         places: where the inputs to change are: position of the argument, or its name; None when one is inside a list.
         then: the plan after the changes, once it is known.
         pending: whether an input is a pending sum, of which there may be a form that was reduced before.
@@ -63,6 +64,7 @@ class Plan:
         "changes",
         "copies",
         "inplace",
+        "is_new",
         "is_view",
         "mesh",
         "pending",
@@ -87,6 +89,7 @@ class Plan:
         self.then: Plan | None = None
         self.pending = False
         self.inplace = False
+        self.is_new = True
         self.is_view = False
         self.ready = False
         self.copies = False
@@ -136,7 +139,7 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
     plan.ready = not plan.pending
     plan.inplace = rule.inplace
     plan.is_view, plan.copies = solution.is_view or solution.copies, solution.copies
-    if solution.shapes is not None:
+    if solution.shapes is not None and solution.local is None and _tell_order(solution):
         # Dtype and stride are those of the first result.
         layouts = [fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
         types = [output_varying(call, solution, x, i) for i, x in enumerate(layouts)]
@@ -156,17 +159,45 @@ def _places(call: Call, indices: Sequence[int]) -> list[int | str] | None:
     return [found[i] for i in indices] if all(i in found for i in indices) else None
 
 
-def finish(plan: Plan, out: Any) -> None:
-    """Complete the specs of a plan from its first result."""
-    outs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
-    parts = plan.unfinished or ()
-    plan.unfinished = None
-    plan.specs = tuple(
-        make_spec(layout, shape, stride_like(o, shape), o.dtype, varying)
-        for (layout, shape, varying), o in zip(parts, outs, strict=True)
+def _tell_order(solution: Solution) -> bool:
+    """Whether every rank can see from its result how the dims of the outputs lie in memory."""
+    return all(
+        tells_order(fit_rank(layout, len(shape)), shape)
+        for layout, shape in zip(solution.outputs, solution.shapes or (), strict=True)
+        if layout is not None
     )
+
+
+def finish(plan: Plan, out: Any) -> Any:
+    """Complete a plan from its first result; the result, with its dims in the order that the specs say."""
+    plan.is_new = False
+    single = isinstance(out, torch.Tensor)
+    outs = (out,) if single else tuple(out) if isinstance(out, (tuple, list)) else ()
+    if plan.unfinished is not None:
+        plan.specs = tuple(
+            make_spec(layout, shape, stride_like(o, shape, layout), o.dtype, varying)
+            for (layout, shape, varying), o in zip(plan.unfinished, outs, strict=True)
+        )
+        plan.unfinished = None
+        if single:
+            plan.spec = plan.specs[0]
+    if plan.is_view or plan.inplace or not plan.specs:
+        return out
+    ordered = in_order_of(out, plan.specs)
+    if ordered is not out:  # the kernel chose another order for the piece than for the whole, and so it will again
+        call, specs = plan.call, plan.specs
+        plan.call = lambda *args, **kwargs: in_order_of(call(*args, **kwargs), specs)
+    return ordered
+
+
+def in_order_of(out: Any, specs: Sequence[Spec | None]) -> Any:
+    """Local results with their dims in memory as the specs say; ``out`` itself when they are."""
     if isinstance(out, torch.Tensor):
-        plan.spec = plan.specs[0]
+        return out if specs[0] is None else in_memory_order(out, specs[0].memory_order)
+    if not isinstance(out, (tuple, list)):
+        return out
+    ordered = [o if s is None else in_memory_order(o, s.memory_order) for o, s in zip(out, specs, strict=True)]
+    return out if all(a is b for a, b in zip(ordered, out, strict=True)) else rebuilt(out, ordered)
 
 
 def needs_varying(call: Call, solution: Solution) -> list[frozenset[int]]:

@@ -18,7 +18,7 @@ from hyper_parallel import comm_trace
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
-from hyper_parallel.spec import Spec, contiguous_stride, dual, make_spec
+from hyper_parallel.spec import Spec, dual, inverse, make_spec
 from hyper_parallel.steps import Cast, Pending
 from hyper_parallel.transition import Plan, plan_transition
 
@@ -26,13 +26,22 @@ Typed = tuple[Layout, frozenset[int]]
 
 
 class Move:
-    """What brings local tensors of one global shape from one typed layout to another."""
+    """What brings local tensors of one global shape from one typed layout to another.
 
-    __slots__ = ("_back", "dst", "only_sums", "plan", "shape", "src")
+    Attributes:
+        order: of the dims in memory, which the result has as well (see :attr:`hyper_parallel.spec.Spec.memory_order`).
+        plan: for tensors whose dims are counted in that order, so that nothing has to be copied to be sent.
+    """
 
-    def __init__(self, src: Typed, dst: Typed, shape: tuple[int, ...]) -> None:
-        self.src, self.dst, self.shape = src, dst, shape
-        self.plan = plan_transition(src[0], dst[0], shape)
+    __slots__ = ("_back", "dst", "only_sums", "order", "plan", "shape", "src")
+
+    def __init__(self, src: Typed, dst: Typed, shape: tuple[int, ...], order: tuple[int, ...] | None) -> None:
+        self.src, self.dst, self.shape, self.order = src, dst, shape, order
+        if order is None:
+            self.plan = plan_transition(src[0], dst[0], shape)
+        else:
+            before, after = (typed[0].move_dims(inverse(order), len(order)) for typed in (src, dst))
+            self.plan = plan_transition(before, after, tuple(shape[d] for d in order))
         self.only_sums = not _other_reductions(src[0]) and not _other_reductions(dst[0])
         self._back: Move | None = None
 
@@ -40,14 +49,14 @@ class Move:
     def back(self) -> Move:
         """The way of the gradient."""
         if self._back is None:
-            self._back = move_of(dual(*self.dst), dual(*self.src), self.shape)
+            self._back = move_of(dual(*self.dst), dual(*self.src), self.shape, self.order)
         return self._back
 
 
 @lru_cache(maxsize=8192)
-def move_of(src: Typed, dst: Typed, shape: tuple[int, ...]) -> Move:
+def move_of(src: Typed, dst: Typed, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Move:
     """The move between these, made once."""
-    return Move(src, dst, shape)
+    return Move(src, dst, shape, order)
 
 
 class _Transition(torch.autograd.Function):
@@ -59,7 +68,7 @@ class _Transition(torch.autograd.Function):
         ctx.where = comm_trace.user_line() if comm_trace._active else None
         if how.value is not None:
             return how.value.view_as(how.value)
-        return how.run(local, move.plan)
+        return how.run(local, move)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -93,7 +102,12 @@ class _How:
     def reverse(self) -> _How:
         return PLAIN if self.backward_dtype is None else _How(self.backward_dtype, self.forward_dtype)
 
-    def run(self, local: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def run(self, local: torch.Tensor, move: Move) -> torch.Tensor:
+        if move.order is None:
+            return self._run(local, move.plan)
+        return self._run(local.permute(move.order), move.plan).permute(inverse(move.order))
+
+    def _run(self, local: torch.Tensor, plan: Plan) -> torch.Tensor:
         if not plan.steps:
             return local.view_as(local)
         if self.forward_dtype is None and not self.want_pending:
@@ -143,7 +157,7 @@ def moved(local: torch.Tensor, move: Move, how: _How = PLAIN) -> torch.Tensor:
 
 
 def _run(local: torch.Tensor, move: Move, how: _How, tracked: bool) -> torch.Tensor:
-    return _apply_transition(local, move, how) if tracked else how.run(local, move.plan)
+    return _apply_transition(local, move, how) if tracked else how.run(local, move)
 
 
 def _other_reductions(layout: Layout) -> dict[int, str]:
@@ -165,18 +179,19 @@ def _with_sums(local: torch.Tensor, move: Move) -> tuple[torch.Tensor, Move]:
     if _other_reductions(move.dst[0]):
         raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")
     src = layout.with_placements(dict.fromkeys(pending, Partial())), varying
-    return local, move_of(src, move.dst, move.shape)
+    return local, move_of(src, move.dst, move.shape, move.order)
 
 
 @lru_cache(maxsize=8192)
 def target_spec(spec: Spec, layout: Layout, varying: frozenset[int] | None = None) -> Spec:
-    """The spec after redistribution to ``layout``; an axis stays varying while it stays Replicate unless told."""
+    """The spec after redistribution to ``layout``, which is a copy where data moves; an axis stays varying while it
+    stays Replicate unless told."""
     if varying is None:
         varying = frozenset(a for a in spec.varying if is_replicate(layout.placements[a]))
     if layout is spec.layout and varying == spec.varying:
         return spec
     moved = plan_transition(spec.layout, layout, spec.shape).steps
-    stride = contiguous_stride(spec.shape) if moved else spec.stride
+    stride = spec.dense_stride if moved else spec.stride
     return make_spec(layout, spec.shape, stride, spec.dtype, varying)
 
 

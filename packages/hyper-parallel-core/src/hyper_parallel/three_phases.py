@@ -10,7 +10,7 @@ import torch
 
 from hyper_parallel.arguments import lifted, make_call
 from hyper_parallel.cache_key import scan
-from hyper_parallel.call import Call, Solution
+from hyper_parallel.call import Call, Solution, refuse
 from hyper_parallel.changes import changed
 from hyper_parallel.context import state
 from hyper_parallel.in_place import run_inplace
@@ -22,6 +22,7 @@ from hyper_parallel.plan import (
     Plan,
     Rule,
     fit_rank,
+    in_order_of,
     needs_varying,
     output_specs,
     output_varying,
@@ -29,7 +30,7 @@ from hyper_parallel.plan import (
     wrap_one,
 )
 from hyper_parallel.redistribute import varying_axes
-from hyper_parallel.spec import Spec, contiguous_stride, make_spec
+from hyper_parallel.spec import Spec, is_even, make_spec, stride_like
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     out = local(*local_args, **local_kwargs)
     if not plan.specs:
         plan.specs = _specs_from_local(rule, call, result[0], out)
+    out = in_order_of(out, plan.specs)
     if isinstance(out, (tuple, list)):
         return wrap_many(out, plan.specs)
     return wrap_one(out, plan.specs[0]) if plan.specs[0] is not None else out
@@ -106,21 +108,34 @@ def _infer_generic(rule: Rule, call: Call, solution: Solution, values: Any) -> t
 def _specs_from_local(rule: Rule, call: Call, layouts: Sequence[Any], out: Any) -> tuple[Spec | None, ...]:
     """Specs of the outputs of an operator that says only their layouts.
 
-    Global shapes come from the function on meta tensors; a function without meta support must have even shards.
+    Global shapes come from the function on meta tensors. Without meta support they follow from the local ones, as long
+    as all ranks hold as much of every input.
+
+    Raises:
+        RedistributionError: neither is the case.
     """
     values = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     bound = [layout.bind() if isinstance(layout, Layout) else None for layout in layouts]
     solution = Solution([s.layout for s in call.inputs], bound)
     tensors = iter(bound)
     specs: list[Spec | None] = []
+    failure: Exception | None = None
     try:
-        found, _ = output_specs(rule, call, solution)
-    except (NotImplementedError, RuntimeError):
-        found = ()
-    if len(found) == len(values) and all(
-        f is not None for f, v in zip(found, values, strict=True) if isinstance(v, torch.Tensor)
-    ):
-        return found
+        result = call.meta_result()
+    except (NotImplementedError, RuntimeError) as error:  # no kernel, or one that needs the values
+        failure = error
+    else:
+        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        if [isinstance(v, torch.Tensor) for v in results] == [isinstance(v, torch.Tensor) for v in values]:
+            return output_specs(rule, call, solution)[0]
+    if not all(is_even(s.layout, s.shape) for s in call.inputs):
+        why = "returns something else than on real ones" if failure is None else f"fails ({failure})"
+        raise refuse(
+            call,
+            f"the global shape of its result is not known: on meta tensors the function {why}, and the ranks hold "
+            "unequal parts",
+            "make the function work on meta tensors (torch.library.register_fake), or redistribute the input",
+        ) from failure
     for position, value in enumerate(values):
         layout = next(tensors, None) if isinstance(value, torch.Tensor) else None
         if layout is None:
@@ -132,5 +147,5 @@ def _specs_from_local(rule: Rule, call: Call, layouts: Sequence[Any], out: Any) 
             if isinstance(placement, Shard):
                 shape[placement.dim] *= layout.mesh_shape[axis]
         varying = output_varying(call, solution, layout, position)
-        specs.append(make_spec(layout, shape, contiguous_stride(shape), value.dtype, varying))
+        specs.append(make_spec(layout, shape, stride_like(value, shape, layout), value.dtype, varying))
     return tuple(specs)

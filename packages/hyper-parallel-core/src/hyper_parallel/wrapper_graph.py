@@ -77,9 +77,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        from hyper_parallel.dtensor import gradient_spec, wrap
+        from hyper_parallel.dtensor import wrap_gradient
 
-        return None, None, None, wrap(grad, gradient_spec(ctx.spec, grad))
+        return None, None, None, wrap_gradient(grad, ctx.spec)
 
 
 class _Node(torch.autograd.Function):
@@ -188,8 +188,7 @@ def _to_leaf(edge: Any, grad: Any) -> Any:
         )
     if not isinstance(leaf, DTensor):
         return grad
-    local = grad._resolve()
-    return convert(grad, gradient_spec(leaf._spec, local))._resolve()
+    return convert(grad, gradient_spec(leaf._spec, grad.dtype))._resolve()
 
 
 def _known(node: Any) -> _StandIn | None:

@@ -156,12 +156,55 @@ def test_model_without_a_gradient_is_told():
         SampleModel(torch.nn.Identity(), (torch.ones(2),)).loss()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
-def test_transformers_model_is_built_small_from_a_config(tmp_path, kind):
-    transformers = pytest.importorskip("transformers")
-    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    sample = next(sample_models(str(tmp_path)))
-    assert sample.how == "small, on the CPU, random weights"
-    assert sum(p.numel() for p in sample.model.parameters()) < 10_000_000
+KINDS = "qwen3 qwen3_moe qwen3_next qwen3_vl_moe qwen3_5 qwen3_5_moe llama deepseek_v3".split()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """No network, and a note of who tried."""
+    tried = []
+
+    def refuse(address, *args, **kwargs):
+        tried.append(address)
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("socket.socket.connect", lambda self, address: refuse(address))
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return tried
+
+
+def test_unknown_model_without_network_is_told_at_once(offline, capsys):
+    pytest.importorskip("transformers")
+    assert main(["coverage", "qwen33"]) == 2
+    told = capsys.readouterr().err
+    assert "'qwen33' is no model type of transformers" in told
+    assert "cannot be reached (Network is unreachable)" in told
+    assert "did you mean qwen3" in told
+    assert "give a model id, a model type such as qwen3, a config.json or its folder, or package:function" in told
+    assert len(offline) <= 2  # not again and again
+
+
+def test_folder_without_a_configuration_is_told(tmp_path, offline, capsys):
+    pytest.importorskip("transformers")
+    assert main(["coverage", str(tmp_path)]) == 2
+    assert "it has no usable config.json" in capsys.readouterr().err
+    assert offline == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_model_is_built_small_from_its_type(offline, kind):
+    pytest.importorskip("transformers")
+    sample = next(sample_models(kind))
+    on_cpu = next(sample.model.parameters()).device.type == "cpu"
+    assert not on_cpu or sum(p.numel() for p in sample.model.parameters()) < 10_000_000
     trace = trace_training_step(sample)
     assert torch.nn.functional.linear in trace.counts
+    assert offline == []
+
+
+def test_transformers_model_is_built_small_from_a_config(tmp_path, offline):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model("qwen3").save_pretrained(tmp_path)
+    assert next(sample_models(str(tmp_path))).how == "small, on the CPU, random weights"

@@ -164,3 +164,31 @@ def test_fake_world_refuses_to_replace_a_process_group():
 @pytest.mark.parametrize(("size", "text"), [(3, "3 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")])
 def test_sizes_are_readable(size, text):
     assert readable_size(size) == text
+
+
+TRAINING = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import checkpoint
+    from torch.utils.checkpoint import checkpoint as recompute
+    from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()]).requires_grad_()
+    for reentrant in (True, False):
+        recompute(torch.exp, x, use_reentrant=reentrant).backward(torch.ones(4, 4))
+    checkpoint.save({"x": x}, checkpoint_id=sys.argv[1])       # needs the other ranks' shards
+    checkpoint.load({"x": x}, checkpoint_id=sys.argv[1])
+    x.mul(2.0)
+"""
+
+
+def test_script_goes_on_after_checkpoints_of_both_kinds(program, capsys):
+    program.write_text(textwrap.dedent(TRAINING))
+    assert main(["explain", "--all", str(program), str(program.parent / "saved")]) == 0
+    names = [line for line in capsys.readouterr().out.splitlines() if line and line[0] != " "]
+    assert names.count("exp") == 2
+    assert "Tensor.mul" in names  # after the checkpoints
+    assert not (program.parent / "saved").exists()

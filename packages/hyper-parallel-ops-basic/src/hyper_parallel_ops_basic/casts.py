@@ -41,7 +41,12 @@ class Cast(FunctionOp):
         out = func(local, *args, **kwargs)
         if out is local:
             return tensor
-        return wrap(out, spec.replace(dtype=out.dtype))
+        asked = kwargs.get("memory_format", torch.preserve_format)
+        if asked is torch.preserve_format:
+            stride = spec.dense_stride
+        else:
+            stride = torch.empty_like(spec.meta, memory_format=asked).stride()
+        return wrap(out, spec.replace(dtype=out.dtype, stride=stride))
 
 
 def _without_other(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

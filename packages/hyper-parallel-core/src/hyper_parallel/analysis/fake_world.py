@@ -37,8 +37,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
     """Inside, ``torch.distributed`` is initialised with so many ranks, and a program that initialises it keeps this.
 
-    ``init_process_group`` and ``destroy_process_group`` do nothing inside, and the environment variables of a launcher
-    (``RANK``, ``WORLD_SIZE`` and so on) say that this is rank 0, so that a script for ``torchrun`` runs as it is.
+    ``init_process_group`` and ``destroy_process_group`` do nothing inside, nor do saving and loading a distributed
+    checkpoint, which need the other ranks' shards; the environment variables of a launcher (``RANK``, ``WORLD_SIZE``
+    and so on) say that this is rank 0. So a script for ``torchrun`` runs as it is.
 
     Args:
         size: number of ranks, or the axes of a mesh with as many.
@@ -53,18 +54,16 @@ def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
 
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     before = {name: os.environ.get(name) for name in variables}
-    functions = {name: getattr(dist, name) for name in ("init_process_group", "destroy_process_group")}
+    skipped = [(home, name, getattr(home, name)) for home, name in _skipped()]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     os.environ.update(variables)
     try:
-        for name in functions:
-            setattr(dist, name, _nothing)
-            setattr(dist.distributed_c10d, name, _nothing)
+        for home, name, _ in skipped:
+            setattr(home, name, _nothing)
         yield
     finally:
-        for name, function in functions.items():
-            setattr(dist, name, function)
-            setattr(dist.distributed_c10d, name, function)
+        for home, name, function in skipped:
+            setattr(home, name, function)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -73,8 +72,17 @@ def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _skipped() -> list[tuple[Any, str]]:
+    """Where the functions are that cannot work with one rank of many."""
+    import torch.distributed.checkpoint as checkpoint
+
+    groups = ("init_process_group", "destroy_process_group")
+    found: list[tuple[Any, str]] = [(home, name) for home in (dist, dist.distributed_c10d) for name in groups]
+    return found + [(checkpoint, name) for name in ("save", "async_save", "load")]
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a function that would start or end the process group."""
+    """Stands for such a function."""
 
 
 def fake_mesh(axes: Mapping[str, int]) -> DeviceMesh:

@@ -6,13 +6,17 @@ and experts on the CPU, or, where its configuration does not stand that, with fe
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,6 +26,8 @@ __all__ = ["ModelNotUsable", "SampleModel", "load_function", "sample_models"]
 BATCH, LENGTH = 2, 16
 MAX_PARAMETERS = 200_000_000
 """Size beyond which a model is not built with real memory."""
+HUB_TIMEOUT = 3.0
+"""Seconds within which the hub of models must answer."""
 
 
 class ModelNotUsable(Exception):
@@ -134,15 +140,51 @@ def _config(name: str) -> Any:
             f"{name!r} is looked up by transformers, which is not installed:\n"
             f"  {sys.executable} -m pip install transformers, or give package:function"
         ) from None
-    if not Path(name).exists() and name in transformers.CONFIG_MAPPING:
+    if Path(name).exists():
+        return _from_pretrained(transformers, name, "it has no usable config.json")
+    if name in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(name)
+    try:  # what was downloaded before needs no network
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        unreachable = _hub_failure()
+    if unreachable:
+        raise ModelNotUsable(
+            f"{name!r} is no model type of transformers, nor a file or folder here, nor a model id that was downloaded "
+            f"before, and {unreachable}\n{_alternatives(transformers, name)}"
+        )
+    return _from_pretrained(transformers, name, "it is no model type, and no model id of the hub either")
+
+
+def _from_pretrained(transformers: Any, name: str, what: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ModelNotUsable(
-            f"transformers finds no configuration for {name!r}: {str(error).splitlines()[0]}\n"
-            "  give a model id, a model type such as qwen3, a config.json or its folder, or package:function"
+            f"transformers finds no configuration for {name!r}: {what} ({str(error).splitlines()[0]})\n"
+            f"{_alternatives(transformers, name)}"
         ) from error
+
+
+def _alternatives(transformers: Any, name: str) -> str:
+    near = [] if Path(name).exists() else difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING), n=3)
+    asked = f"  did you mean {' or '.join(near)}?\n" if near else ""
+    return f"{asked}  give a model id, a model type such as qwen3, a config.json or its folder, or package:function"
+
+
+def _hub_failure() -> str:
+    """Why the hub of models cannot be asked; empty when it can. Asked once: its client tries for most of a minute."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if getproxies().get("https"):
+        return ""  # the proxy knows
+    host = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((host.hostname or "", host.port or 443), timeout=HUB_TIMEOUT).close()
+    except OSError as error:
+        return f"{host.hostname} cannot be reached ({error})"
+    return ""
 
 
 def _build(config: Any, device: str) -> torch.nn.Module:

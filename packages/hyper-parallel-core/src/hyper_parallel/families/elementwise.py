@@ -46,7 +46,9 @@ class Elementwise(StrategyOp):
                 yield Strategy(inputs, S(d))
         yield from self._pending(call, len(shapes))
 
-    def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
+        if any(spec.dtype.is_complex for spec in call.inputs):
+            return None  # real and imag are views with a stride that no copy has
         return [broadcast_shape([spec.shape for spec in call.inputs])] * self.outputs
 
     def local_function(

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hyper_parallel.testing.case_runner import OpUnderTest
-    from hyper_parallel.testing.conformance import ConformanceError, OpConformance, check_op
+    from hyper_parallel.testing.conformance import OpConformance, check_op
     from hyper_parallel.testing.failures import NotSendableError, RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
     from hyper_parallel.testing.inputs import sample, tensor
     from hyper_parallel.testing.placing import make, mesh_of
     from hyper_parallel.testing.plugin_contract import PluginContract
     from hyper_parallel.testing.pool import WorkerPool
     from hyper_parallel.testing.pool_set import PoolSet
+    from hyper_parallel.testing.trial import ConformanceError
 
 __all__ = [
     "ConformanceError",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConformanceError": "conformance",
+    "ConformanceError": "trial",
     "NotSendableError": "failures",
     "OpConformance": "conformance",
     "OpUnderTest": "case_runner",

@@ -6,38 +6,36 @@
 
 The author gives the operator and sample calls on global tensors. The kit derives the rest and runs it on real gloo
 ranks: layouts of every input (Replicate, every Shard, pending sums, both orders of two axes on one dim, PackedShard;
-all combinations when few, otherwise a seeded choice), each under the default policy (it must work, or be refused with
-the standard error) and under ``auto`` (it must work); gradients for all inputs or some, varying inputs, transposed
+all combinations when few, otherwise drawn by hypothesis), each under the default policy (it must work, or be refused
+with the standard error) and under ``auto`` (it must work); gradients for all inputs or some, varying inputs, transposed
 memory; and, for a rule made of strategies, every strategy exactly as listed. Compared are values, gradients and their
-layouts, dtype, global and local shape, and whether a second call finds the first one's plan.
+layouts, dtype, global and local shape, global stride and the order in memory, and whether a second call finds the first
+one's plan. What fails is shrunk to the smallest case that fails, and printed as a program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from hyper_parallel.testing.case_runner import OpUnderTest
-from hyper_parallel.testing.checking import Outcome, check_layouts
+from hyper_parallel.testing.checking import Outcome, check_cases, listed_rows
 from hyper_parallel.testing.failures import RanksFailed
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported, sample
-from hyper_parallel.testing.layouts import Case, draw_cases
-from hyper_parallel.testing.placing import mesh_names
-from hyper_parallel.testing.reproduction import reproduction, title
+from hyper_parallel.testing.layouts import Case
+from hyper_parallel.testing.strategy_rows import Row
+from hyper_parallel.testing.trial import ConformanceError, Trial
 
 Ranks = Callable[..., list[Any]]
+ConformanceCase = tuple[int, tuple[int, ...], bool]
+"""Which sample, on which mesh, and whether a failure is unexpected, so that its smallest case is wanted."""
 MESHES = ((2,), (4,), (2, 2))
 MAX_LAYOUTS = 32
-SHOWN = 8
-"""Failing cases listed in one report."""
-
-
-class ConformanceError(AssertionError):
-    """An operator's rule does not agree with plain torch. ``str()`` lists the cases, and a program for the first."""
 
 
 class OpConformance:
@@ -92,30 +90,34 @@ class OpConformance:
                 name = f"{ids[index]}-{'x'.join(map(str, mesh))}"
                 reason = one.gap or next((r for p, r in cls.gaps.items() if fnmatchcase(name, p)), None)
                 marks = () if reason is None else (pytest.mark.xfail(reason=reason, strict=True),)
-                given.append(pytest.param((index, mesh), id=name, marks=marks))
+                given.append(pytest.param((index, mesh, reason is None), id=name, marks=marks))
         metafunc.parametrize("conformance_case", given)
 
-    def test_layouts(self, ranks: Ranks, conformance_case: tuple[int, tuple[int, ...]]) -> None:
+    def test_layouts(self, ranks: Ranks, conformance_case: ConformanceCase) -> None:
         """The operator on all layouts."""
         self._check(ranks, *conformance_case, "layouts")
 
-    def test_inplace(self, ranks: Ranks, conformance_case: tuple[int, tuple[int, ...]]) -> None:
+    def test_inplace(self, ranks: Ranks, conformance_case: ConformanceCase) -> None:
         """The in-place form: identity, layout, value, gradient."""
         self._check(ranks, *conformance_case, "inplace")
 
-    def test_out(self, ranks: Ranks, conformance_case: tuple[int, tuple[int, ...]]) -> None:
+    def test_out(self, ranks: Ranks, conformance_case: ConformanceCase) -> None:
         """The ``out=`` form: identity, layout, value."""
         self._check(ranks, *conformance_case, "out")
 
-    def _check(self, ranks: Ranks, index: int, mesh: tuple[int, ...], form: str) -> None:
+    def _check(self, ranks: Ranks, index: int, mesh: tuple[int, ...], shrinks: bool, form: str) -> None:
         cls = type(self)
         one = cls.samples[index]
-        values = one.values()
-        cases = cases_of(one, mesh, cls.max_layouts, form)
+        given = (cls, index, one.values(), mesh)
+        trial = Trial(
+            cls.op, cls, one, mesh, form, cls.max_layouts,
+            rows=lambda: ranks(_world(mesh), _rows_of_class, *given)[0],
+            run=lambda cases: ranks(_world(mesh), _check_class, *given, cases, form),
+            shrinks=shrinks,
+        )  # fmt: skip
         failure = ""
         try:
-            outcomes = ranks(_world(mesh), _check_class, cls, index, values, mesh, cases, form)
-            judge(outcomes, cls.op, cls, one, mesh)
+            trial.check()
         except (RanksFailed, ConformanceError) as error:
             failure = str(error)  # which says more than a traceback of this process
         if failure:
@@ -144,40 +146,32 @@ def check_op(
         RanksFailed: when the operator raises something that is no refusal.
     """
     one = sample(*args, **kwargs)
+    op = declared or OpUnderTest(func)
     for mesh in meshes:
-        cases = cases_of(one, mesh, max_layouts, "layouts")
-        op = declared or OpUnderTest(func)
-        judge(
-            ranks(_world(mesh), check_layouts, op, one, one.values(), mesh, cases, max_layouts), func, None, one, mesh
-        )
+        given = (one, one.values(), mesh)
+        Trial(
+            func, None, one, mesh, "layouts", max_layouts,
+            rows=partial(_rows_of_op, ranks, op, given),
+            run=partial(_check_op, ranks, op, given),
+        ).check()  # fmt: skip
 
 
-def cases_of(one: Sample, mesh: tuple[int, ...], limit: int, form: str) -> list[Case]:
-    """The layouts to try for a sample; drawn here, so that all ranks have the same."""
-    shapes = [tuple(t.shape) for t in one.tensors]
-    floating = [t.dtype.is_floating_point or t.dtype.is_complex for t in one.tensors]
-    wants = one.wants_grad() if form != "out" else [False] * len(shapes)
-    return draw_cases(shapes, floating, wants, len(mesh), limit, f"{one.id} {mesh} {form}")
+def _rows_of_op(ranks: Ranks, op: OpUnderTest, given: tuple[Any, ...]) -> list[Row]:
+    rows: list[Row] = ranks(_world(given[-1]), listed_rows, op.func, *given)[0]
+    return rows
 
 
-def judge(
-    outcomes: Sequence[Outcome], func: Callable[..., Any], owner: type | None, one: Sample, mesh: tuple[int, ...]
-) -> None:
-    """Raise ConformanceError when some rank saw a problem."""
-    seen: dict[tuple[Case, str], dict[str, list[int]]] = {}
-    for rank, outcome in enumerate(outcomes):
-        for problem in outcome.problems:
-            seen.setdefault((problem.case, problem.policy), {}).setdefault(problem.text, []).append(rank)
-    if not seen:
-        return
-    lines = [f"{len(seen)} of {outcomes[0].ran} layouts are wrong for {one.id}"]
-    for (case, policy), texts in list(seen.items())[:SHOWN]:
-        lines.append(f"* {title(mesh, case, policy)}")
-        lines += [f"    rank {','.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
-    (case, policy), _ = next(iter(seen.items()))
-    program = reproduction(func, owner, one, (mesh, mesh_names(mesh)), case, policy)
-    lines += ["", "The first one as a program:", "", *("    " + line for line in program.splitlines())]
-    raise ConformanceError("\n".join(lines))
+def _check_op(ranks: Ranks, op: OpUnderTest, given: tuple[Any, ...], cases: Sequence[Case]) -> list[Outcome]:
+    return ranks(_world(given[-1]), check_cases, op, *given, cases)
+
+
+# -- on a rank: functions come with the class, which is found by name, so that they need not be sent ------------------
+
+
+def _rows_of_class(
+    owner: type[OpConformance], index: int, values: Sequence[torch.Tensor], mesh: tuple[int, ...]
+) -> list[Row]:
+    return listed_rows(owner.op, owner.samples[index], values, mesh)
 
 
 def _check_class(
@@ -188,12 +182,11 @@ def _check_class(
     cases: Sequence[Case],
     form: str,
 ) -> Outcome:
-    """On a rank: functions come with the class, which is found by name, so that they need not be sent."""
     func, reference = owner.op, owner.reference
     if form == "inplace":
         func, reference = _inplace_form(owner.inplace), None
     op = OpUnderTest(func, reference, owner.unsupported, owner.max_collectives, owner.rtol, owner.atol)
-    return check_layouts(op, owner.samples[index], values, mesh, cases, owner.max_layouts, form)
+    return check_cases(op, owner.samples[index], values, mesh, cases, form)
 
 
 def _inplace_form(inplace: str | Callable[..., Any] | None) -> Callable[..., Any]:

@@ -76,7 +76,8 @@ def _op_source(func: Callable[..., Any], owner: type | None) -> tuple[str, str]:
     if owner is not None:
         return f"from {owner.__module__.rpartition('.')[2]} import {owner.__name__}", f"{owner.__name__}.op"
     module, _, short = name.rpartition(".")
-    return f"from {module} import {short}" if module else "", short
+    # The dotted names that pytest gives to test modules are no packages.
+    return f"from {module.rpartition('.')[2]} import {short}" if module else "", short
 
 
 def _make_source(value: TensorInput | torch.Tensor, index: int, placed: Placed) -> str:

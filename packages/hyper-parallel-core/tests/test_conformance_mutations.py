@@ -1,0 +1,417 @@
+"""The conformance kit finds wrong rules: each operator here is wrong in one way that the kit promises to see."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyper_parallel import Partial, Shard, Strategy, all_reduce
+from hyper_parallel.call import Solution
+from hyper_parallel.dtensor import wrap
+from hyper_parallel.families.elementwise import Elementwise
+from hyper_parallel.op import FunctionOp
+from hyper_parallel.strategy import LayoutOp, P, R, S
+from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, RanksFailed, check_op, sample, tensor
+from hyper_parallel.testing.function_operators import Rows, distributed
+
+SRC = Path(__file__).parents[1] / "src"
+ONE = ((2,),)
+
+
+@distributed(Elementwise)
+def right_exp(x, out=None):
+    return torch.exp(x, out=out)
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0)), Strategy([S(1)], S(1))])
+def softmax_over_shards(x):
+    return torch.softmax(x, 0)
+
+
+@distributed(Rows, rows=lambda call: [Strategy([P], P)])
+def exp_of_partial(x):
+    return torch.exp(x)
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], R)])
+def sum_without_reduction(x):
+    return x.sum(0)
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0), R], S(0), invariant=[1])])
+def wrong_gradient(x, y):
+    return x * y
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], R), Strategy([S(0)], P)])
+def shadowed_strategy(x):
+    return x.detach().abs().amax() * 0 + x.new_ones(())
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def keyed_by_object(x, key):
+    return x * 2
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def raises_on_shards(x):
+    if x.shape[0] == 1:
+        raise RuntimeError("cannot take a single row")
+    return x * 2
+
+
+@distributed(Elementwise)
+def not_in_place_(x):
+    return x.exp()
+
+
+class WrongInPlace(OpConformance):
+    """Not collected by pytest, as its name does not start with Test."""
+
+    op = right_exp
+    samples = (sample(tensor(4)),)
+    inplace = not_in_place_
+
+
+class Refusing(LayoutOp):
+    """Refuses everything but whole tensors, with an error of its own, also where ``auto`` allows to redistribute."""
+
+    def solve(self, call):
+        if not call.inputs[0].layout.is_replicated():
+            raise ValueError("no")
+        return Solution([call.inputs[0].layout], [call.inputs[0].layout])
+
+
+@distributed(Refusing)
+def refusing(x):
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (softmax_over_shards, (tensor(4, 6),), "values differ"),
+        (exp_of_partial, (tensor(4),), "values differ"),
+        (sum_without_reduction, (tensor(4, 3),), "values differ"),
+        (shadowed_strategy, (tensor(4),), "another strategy with the same inputs comes first"),
+        (refusing, (tensor(4),), "refused, although redistribution is allowed"),
+        (refusing, (tensor(4),), "must be the standard RedistributionError"),
+    ],
+)
+def test_wrong_rule_is_found(ranks, function, args, message):
+    with pytest.raises(ConformanceError, match=message) as caught:
+        check_op(ranks, function, *args, meshes=ONE)
+    assert f"import {function.__name__}" in str(caught.value)
+
+
+def missing_gradient(x, y):
+    return x * y.detach()
+
+
+def test_wrong_gradient_is_found(ranks):
+    """The replica of a sharded product is not varying, so that its gradient is one rank's term only."""
+    with pytest.raises(ConformanceError, match=r"gradient of input 1 .*values differ"):
+        check_op(ranks, wrong_gradient, tensor(2, 3), tensor(1, 3), meshes=ONE)
+
+
+def with_new_key(x):
+    return keyed_by_object(x, object())
+
+
+def test_growing_cache_is_found(ranks):
+    with pytest.raises(ConformanceError, match="second time made 1 new cache entries"):
+        check_op(ranks, with_new_key, tensor(4), meshes=ONE)
+
+
+def plain_mean(x):
+    return x.to(torch.float32).mean(0)
+
+
+def test_reference_decides(ranks):
+    with pytest.raises(ConformanceError, match=r"global shape is .*\n.*dtype is torch.float64, expected torch.float32"):
+        check_op(ranks, right_exp, tensor(2, 3), meshes=ONE, declared=OpUnderTest(right_exp, reference=plain_mean))
+
+
+def is_sharded(layouts):
+    return any(isinstance(p, Shard) for p in layouts[0].placements)
+
+
+def test_declarations_are_checked(ranks):
+    with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
+        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, max_collectives={}))
+    with pytest.raises(ConformanceError, match="declared unsupported, yet the operator took them"):
+        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, unsupported=is_sharded))
+    check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp))
+
+
+def test_error_on_one_rank_names_the_case(ranks):
+    with pytest.raises(RanksFailed, match=r"(?s)cannot take a single row.*mesh 2, .* input 0: S\(0\)"):
+        check_op(ranks, raises_on_shards, tensor(3), meshes=ONE)
+
+
+def test_form_that_does_not_write_is_found(ranks):
+    with pytest.raises(pytest.fail.Exception, match="values differ"):
+        WrongInPlace().test_inplace(ranks, (0, (2,), True))
+
+
+# -- one mutation per promise -----------------------------------------------------------------------------------------
+
+
+class Locally(LayoutOp):
+    """Keeps the first input's layout and runs another function on the pieces.
+
+    Args:
+        local: that function.
+        refuses: which placements it refuses.
+        meta: what says the global shape and stride, when it is not the function itself.
+    """
+
+    def __init__(self, op_name, *, local=None, refuses=lambda p: isinstance(p, Partial), meta=None):
+        super().__init__(op_name)
+        self.local, self.refuses, self.meta = local, refuses, meta
+
+    def solve(self, call):
+        targets = [
+            spec.layout.with_placements({a: R for a, p in enumerate(spec.layout.placements) if self.refuses(p)})
+            for spec in call.inputs
+        ]
+        return Solution(targets, [targets[0]], self.local, meta=self.meta)
+
+
+def sums_of_shards(call):
+    """Right for the first dim only."""
+    return [Strategy([S(0)], S(0)), Strategy([S(1)], S(1))]
+
+
+@distributed(Rows, rows=sums_of_shards)
+def cumsum_along_the_last_dim(x):
+    return x.cumsum(1)
+
+
+def all_but_dim(call):
+    """A negative ``dim`` is none of these."""
+    return [Strategy([S(d)], S(d)) for d in range(2) if d != call.args[1]]
+
+
+@distributed(Rows, rows=all_but_dim)
+def cumsum_along(x, dim):
+    return x.cumsum(dim)
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], Partial("avg"))])
+def mean_of_means(x):
+    return x.mean(0)
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def needs_a_row(x):
+    return x - x[0] * 0
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def needs_a_dim(x):
+    return x * 2
+
+
+@distributed(Locally, refuses=lambda p: isinstance(p, Partial) or type(p) is Shard)
+def flip_of_packed(x):
+    return x.flip(0)
+
+
+@distributed(Locally, local=lambda x: torch.as_strided(x, x.shape, (x.shape[1], 1)) * 2)
+def assumes_contiguous(x):
+    return x * 2
+
+
+@distributed(Locally, local=lambda x, y: (x + y).to(x.dtype), refuses=lambda p: p != R)
+def in_the_first_dtype(x, y):
+    return x + y
+
+
+class _OneGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        return grad * y, grad * x
+
+
+@distributed(Locally, local=_OneGradient.apply, refuses=lambda p: p != R)
+def forgets_the_second_gradient(x, y):
+    return x * y
+
+
+@distributed(Locally, local=lambda x: x + torch.distributed.get_rank())
+def adds_the_rank(x):
+    return x * 1
+
+
+@distributed(Locally, meta=lambda x: torch.empty(x.shape, device="meta"))
+def says_contiguous(x):
+    return (x * 2).t().contiguous().t()
+
+
+class SaysContiguous(FunctionOp):
+    def run(self, func, args, kwargs):
+        x = args[0]
+        return wrap((x._resolve() * 2).mT.contiguous().mT, x._spec)
+
+
+@distributed(SaysContiguous)
+def lies_transposed(x):
+    return x * 2
+
+
+def reduces_in_secret(x):
+    group = torch.distributed.group.WORLD
+    all_reduce(torch.zeros(()), group)
+    return x * 2
+
+
+@distributed(Locally, local=reduces_in_secret)
+def talks(x):
+    return x * 2
+
+
+@distributed(Locally, local=lambda x: x * 2 if x.shape[0] != 3 else x * 3)
+def wrong_on_three_rows(x):
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "message"),
+    [
+        (cumsum_along_the_last_dim, None, (tensor(4, 6),), "values differ"),
+        (cumsum_along, (tensor(4, 6), 1), (tensor(4, 6), -1), "values differ"),
+        (mean_of_means, None, (tensor(5, 3),), "values differ"),
+        (flip_of_packed, (tensor(1, 6),), (tensor(6, 4),), r"PS\(0.*\n.*values differ"),
+        (assumes_contiguous, None, (tensor(4, 6),), "non-contiguous.*\n.*values differ"),
+        (in_the_first_dtype, (tensor(3), tensor(3)), (tensor(3, dtype=torch.float32), tensor(3)), "dtype"),
+        (forgets_the_second_gradient, (tensor(4), tensor(4, grad=False)), (tensor(4), tensor(4)), "input 1 is missing"),
+        (adds_the_rank, None, (tensor(4),), "rank 1: .*values differ"),
+        (says_contiguous, None, (tensor(4, 6),), "global stride is"),
+        (lies_transposed, None, (tensor(4, 6),), "order of the local tensor's dims"),
+        (wrong_on_three_rows, None, (tensor(6, 2),), "values differ"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_mutation_is_found(ranks, function, right, wrong, message):
+    """With ``right`` sample inputs, where there are some, the operator passes: it is the kit's cases that tell."""
+    if right is not None:
+        check_op(ranks, function, *right, meshes=ONE)
+    with pytest.raises(ConformanceError, match=message):
+        check_op(ranks, function, *wrong, meshes=ONE)
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "message"),
+    [
+        (needs_a_row, (tensor(4, 3),), (tensor(1, 3),), "IndexError"),
+        (needs_a_dim, (tensor(4),), (tensor(),), r"mesh 2, policy strict, input 0: S\(0\).*"),
+    ],
+    ids=["empty", "0-dim"],
+)
+def test_error_of_an_empty_or_0_dim_piece_is_found(ranks, function, right, wrong, message):
+    check_op(ranks, function, *right, meshes=ONE)
+    with pytest.raises((RanksFailed, ConformanceError), match=message):
+        check_op(ranks, function, *wrong, meshes=ONE)
+
+
+class ForgetsOut(OpConformance):
+    op = lambda x, out=None: right_exp(x)  # noqa: E731
+    samples = (sample(tensor(4)),)
+    out = True
+
+
+def test_out_form_that_does_not_write_is_found(ranks):
+    with pytest.raises(pytest.fail.Exception, match="not the tensor given as out="):
+        ForgetsOut().test_out(ranks, (0, (2,), True))
+
+
+def no_collectives(layouts):
+    return {}
+
+
+def test_undeclared_collective_is_found(ranks):
+    with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
+        check_op(ranks, talks, tensor(4), meshes=ONE, declared=OpUnderTest(talks, max_collectives=no_collectives))
+
+
+def test_failure_names_the_smallest_layout(ranks):
+    """Wrong wherever dim 1 is sharded: the rest of the layout is shrunk away."""
+    with pytest.raises(ConformanceError) as caught:
+        check_op(ranks, cumsum_rows, tensor(4, 6), meshes=((2, 2),))
+    report = str(caught.value)
+    assert "mesh, [Replicate(), Shard(1)])" in report, report
+    assert "requires_grad" not in report[report.index("# torchrun") :]
+
+
+@distributed(Locally)
+def cumsum_rows(x):
+    return x.cumsum(1)
+
+
+OPERATOR = """\
+import torch
+from hyper_parallel import Strategy
+from hyper_parallel.strategy import S
+from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.function_operators import Rows, distributed
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def scaled(x):
+    return x / x.shape[0]
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def doubled(x):
+    return x * 2
+"""
+
+
+def test_reproduction_runs_as_printed(ranks, tmp_path):
+    """Pasted into a file beside the test and started as its first line says, it shows the wrong value."""
+    (tmp_path / "test_scaled.py").write_text(
+        OPERATOR + "class TestScaled(OpConformance):\n"
+        "    op = scaled\n    samples = [sample(tensor(2, low=1, high=1.0001))]\n    meshes = [(2,)]\n"
+    )
+    out = _pytest(tmp_path)
+    assert "1 failed" in out, out
+    lines = [line.removeprefix("    ") for line in out[out.index("# torchrun") :].splitlines()]
+    program = lines[: next(i for i, line in enumerate(lines) if line.startswith("print(")) + 1]
+    (tmp_path / "reproduce.py").write_text("\n".join(program))
+    command = program[0].removeprefix("# torchrun ").split()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "local=tensor([1.00" in done.stdout, done.stdout + done.stderr  # one device gives 0.5
+
+
+def test_declared_gap_that_works_is_a_failure(tmp_path):
+    (tmp_path / "test_doubled.py").write_text(
+        OPERATOR + "class TestDoubled(OpConformance):\n"
+        "    op = doubled\n    samples = [sample(tensor(4))]\n    meshes = [(2,)]\n    gaps = {'4-*': 'not yet'}\n"
+    )
+    out = _pytest(tmp_path)
+    assert "[XPASS(strict)] not yet" in out, out
+
+
+def _pytest(folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "PYTHONPATH": str(SRC)}, cwd=folder, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    return done.stdout

@@ -1,0 +1,109 @@
+"""The stride of a DTensor is that of one device: views are views, copies are copies, and the ranks agree on both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hyper_parallel import DTensor, Partial, Replicate, Shard, init_device_mesh, redistribute_policy
+from hyper_parallel.testing import make
+
+R, P = Replicate(), Partial()
+
+
+def mesh2():
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def turned(*shape):
+    """Values whose last two dims are swapped in memory."""
+    return torch.arange(float(torch.Size(shape).numel())).view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("target", [[R], [Shard(0)], [Shard(1)], [Shard(2)]], ids=str)
+@pytest.mark.parametrize("source", [[R], [Shard(0)], [Shard(2)], [P]], ids=str)
+def test_redistribution_keeps_stride_and_memory_order(source, target):
+    value = turned(2, 5, 3)
+    x = make(value, mesh2(), source)
+    out = x.redistribute(placements=target)
+    assert out.stride() == value.stride()
+    # What is contiguous on one device is so here: the dims are merged without a copy.
+    merged = out.transpose(1, 2).view(2, 15) if target != [Shard(2)] and target != [Shard(1)] else None
+    if merged is not None:
+        torch.testing.assert_close(merged.full_tensor(), value.transpose(1, 2).reshape(2, 15))
+    torch.testing.assert_close(out.full_tensor(), value)
+    with pytest.raises((RuntimeError, ValueError)):
+        out.view(30)
+
+
+@pytest.mark.ranks(2)
+def test_asynchronous_redistribution_keeps_it_too():
+    value = turned(5, 3)
+    out = make(value, mesh2(), [Shard(0)]).redistribute(placements=[R], async_op=True)
+    assert out.stride() == value.stride()
+    torch.testing.assert_close(out.t().view(15).to_local(), value.t().reshape(15))
+
+
+@pytest.mark.ranks(2)
+def test_gradient_of_a_moved_transposed_tensor_equals_one_device():
+    value = turned(5, 3)
+    x = make(value, mesh2(), [Shard(0)], requires_grad=True)
+    weight = torch.arange(15.0)
+    (x.redistribute(placements=[R]).t().view(15) * make(weight, mesh2(), [R])).sum().backward()
+    plain = value.clone().requires_grad_()
+    (plain.t().reshape(15) * weight).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+    assert x.grad.stride() == value.stride()
+
+
+@pytest.mark.ranks(2)
+def test_reducing_a_transposed_sum_inside_an_operator_keeps_it():
+    value = turned(4, 3)
+    out = make(value, mesh2(), [P]).exp()  # reduces
+    assert out.stride() == value.exp().stride()
+    torch.testing.assert_close(out.t().view(12).to_local(), value.exp().t().reshape(12))
+
+
+@pytest.mark.ranks(2)
+def test_view_after_expand_and_cast():
+    value = torch.randn(2, 3, 1, 4)
+    for placements in ([Shard(0)], [Shard(1)], [R]):
+        x = make(value, mesh2(), placements).expand(2, 3, 2, 4).to(torch.float64)
+        assert x.stride() == (24, 8, 4, 1)
+        torch.testing.assert_close(
+            x.view(2, 3, 8).full_tensor(), value.expand(2, 3, 2, 4).to(torch.float64).reshape(2, 3, 8)
+        )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_ranks_agree_where_a_piece_does_not_tell_the_order(rows):
+    """A rank that holds one row, or none, sees a contiguous piece where the others see a transposed one."""
+    value = turned(rows, 3)
+    x = make(value, mesh2(), [Shard(0)])
+    out = x.exp()
+    if rows > 1:
+        assert out.stride() == value.exp().stride()
+        with pytest.raises(RuntimeError):
+            out.view(3 * rows)
+    with redistribute_policy("auto"):
+        torch.testing.assert_close(out.t().view(3 * rows).full_tensor(), value.exp().t().reshape(3 * rows))
+
+
+@pytest.mark.ranks(2)
+def test_local_kernel_that_chooses_another_order_is_put_right():
+    """CPU's softmax gives a contiguous result; over a sharded dim the pieces are computed in another way."""
+    value = torch.randn(6, 5).t()
+    x = make(value, mesh2(), [Shard(0)], requires_grad=True)
+    out = torch.softmax(x, 0)
+    local, step = out.to_local(), out.stride()
+    assert (local.stride(0) > local.stride(1)) == (step[0] > step[1])
+
+
+@pytest.mark.ranks(2)
+def test_stride_of_from_local_can_be_given():
+    local = torch.arange(6.0).view(3, 2).t()
+    x = DTensor.from_local(local, mesh2(), [Shard(0)])
+    assert (tuple(x.shape), x.stride()) == ((4, 3), (1, 4))
+    assert DTensor.from_local(local, mesh2(), [Shard(0)], shape=(4, 3), stride=(1, 4)).stride() == (1, 4)
