@@ -23,7 +23,7 @@ NEEDS = {package: () if package == "core" else ("core",) for package in PACKAGES
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "types", "tests", "wheels", "isolated"]
+nox.options.sessions = ["lint", "types", "tests", "wheels", "third_party", "isolated"]
 nox.options.stop_on_first_error = False
 
 
@@ -57,12 +57,19 @@ def run(session: nox.Session, program: str, *arguments: str, env: dict[str, str]
     session.run(str(programs / program), *arguments, env=env, external=True)
 
 
-def build_wheels(session: nox.Session, packages: tuple[str, ...], target: Path) -> list[str]:
-    """Build the wheels of these packages and return their paths.
+_wheels: dict[str, str] = {}  # by package, those that this run of nox has built
+
+
+def build_wheels(session: nox.Session, packages: tuple[str, ...]) -> list[str]:
+    """Build the wheels of these packages, where no earlier session of this run did, and return their paths.
 
     Paths, and no index: an installer that looks names up may serve an older wheel of the same version.
     """
-    return build(session, [folder(package) for package in packages], target)
+    missing = [package for package in packages if package not in _wheels]
+    if missing:
+        for path in build(session, [folder(p) for p in missing], Path(session.cache_dir) / "wheels" / missing[0]):
+            _wheels[package_of(path)] = path
+    return [_wheels[package] for package in packages]
 
 
 def build(session: nox.Session, sources: list[Path], target: Path) -> list[str]:
@@ -72,6 +79,11 @@ def build(session: nox.Session, sources: list[Path], target: Path) -> list[str]:
     arguments = ("--no-deps", "--no-build-isolation", "-w", str(target), *map(str, sources))
     session.run("python", "-m", "pip", "wheel", "-q", *arguments)
     return sorted(str(path) for path in target.glob("*.whl"))
+
+
+def package_of(wheel: str) -> str:
+    """Which of our packages a wheel holds."""
+    return next(p for p in PACKAGES if Path(wheel).name.startswith(f"hyper_parallel_{p.replace('-', '_')}-"))
 
 
 def expect(session: nox.Session, text: str, *command: str, **options: Any) -> None:
@@ -108,7 +120,7 @@ def isolated(session: nox.Session, package: str) -> None:
     """Test one package from its wheel, in a fresh environment with only what it declares, outside the tree."""
     session.install(*INSTALL_TORCH)
     temporary = Path(session.create_tmp())
-    wheels = build_wheels(session, (*NEEDS[package], package), temporary / "wheels")
+    wheels = build_wheels(session, (*NEEDS[package], package))
     session.install("-c", "constraints.txt", *wheels, *TEST_TOOLS)
     copy = temporary / "tests"
     shutil.rmtree(copy, ignore_errors=True)
@@ -125,7 +137,7 @@ def third_party(session: nox.Session) -> None:
     """Build a third party's op pack, install it beside our wheels, use it in training, remove it again."""
     session.install(*INSTALL_TORCH)
     temporary = Path(session.create_tmp())
-    ours = build_wheels(session, ("core", "ops-basic"), temporary / "wheels")
+    ours = build_wheels(session, ("core", "ops-basic"))
     (theirs,) = build(session, [ROOT / "examples" / "plugins" / "hyper-parallel-swiglu"], temporary / "their-wheel")
     session.install("-c", "constraints.txt", *ours, *TEST_TOOLS)
     session.install("--no-deps", theirs)  # its requirement, core in this version, is in no index yet
@@ -161,10 +173,10 @@ def third_party(session: nox.Session) -> None:
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Check that each wheel holds every file of its package, and nothing else."""
-    built = build_wheels(session, PACKAGES, Path(session.create_tmp()) / "wheels")
+    built = build_wheels(session, PACKAGES)
     problems = []
     for path in built:
-        (package,) = [p for p in PACKAGES if Path(path).name.startswith(f"hyper_parallel_{p.replace('-', '_')}-")]
+        package = package_of(path)
         source = folder(package) / "src"
         wanted = {
             file.relative_to(source).as_posix()

@@ -1,5 +1,6 @@
 """Ranks as threads: what a call gives, that ranks share nothing they must not share, and how it ends when one fails."""
 
+import random
 import subprocess
 import sys
 import threading
@@ -63,6 +64,40 @@ def numbers():
 def test_every_rank_draws_the_same_numbers():
     found = ranks(3, numbers)
     assert found[0] == found[1] == found[2] == ranks(3, numbers)[0]
+
+
+def numbers_of_its_own(mesh_size):
+    """Draws and collectives in turn, from a seed and a default dtype that differ by rank."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (mesh_size,))
+    torch.manual_seed(rank)
+    random.seed(rank)
+    torch.set_default_dtype(torch.float64 if rank else torch.float32)
+    found = []
+    for _ in range(3):
+        dist.barrier(mesh.get_group())
+        found += [*torch.nn.functional.dropout(torch.ones(4)).tolist(), random.random()]
+        state = torch.get_rng_state()
+        dist.barrier(mesh.get_group())
+        assert torch.equal(state, torch.get_rng_state())
+    return found, torch.get_default_dtype()
+
+
+def numbers_of_one_process(rank):
+    torch.manual_seed(rank)
+    drawn = random.Random(rank)
+    kept = [(torch.nn.functional.dropout(torch.ones(4)).tolist(), drawn.random()) for _ in range(3)]
+    return [number for numbers, last in kept for number in [*numbers, last]]
+
+
+def test_generators_and_default_dtype_are_those_of_the_rank():
+    outside = torch.get_rng_state(), random.getstate()
+    found = ranks(3, numbers_of_its_own, 3)
+    assert torch.equal(outside[0], torch.get_rng_state())
+    assert random.getstate() == outside[1]
+    assert [dtype for _, dtype in found] == [torch.float32, torch.float64, torch.float64]
+    for rank, (numbers_, _) in enumerate(found):
+        assert numbers_ == numbers_of_one_process(rank)
 
 
 def plans():

@@ -301,6 +301,28 @@ class TestPlugin:
         assert "takes a number of ranks and timeout=" in out
         assert "[rank 0] shown on failure" in out
 
+    def test_returned_classes_of_a_module_with_a_pretended_name(self, tmp_path):
+        """The ``pytest`` program, unlike ``python -m pytest``, has no working directory to import parents from."""
+        folder = tmp_path / "some-package" / "tests"
+        folder.mkdir(parents=True)
+        (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+        (folder / "test_it.py").write_text(
+            "class Point:\n"
+            "    def __init__(self, x): self.x = x\n"
+            "    class Inner: pass\n"
+            "def make(): return Point(3), Point, Point.Inner, make\n"
+            "def test_it(ranks):\n"
+            "    for point, *named in ranks(2, make):\n"
+            "        assert type(point) is Point\n"
+            "        assert point.x == 3\n"
+            "        assert named == [Point, Point.Inner, make]\n"
+        )
+        program = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+        options = ["-q", "-p", "no:cacheprovider", "-p", "hyper_parallel.testing.pytest_plugin", "some-package/tests"]
+        command = [sys.executable, "-c", program, *options]
+        done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert "1 passed" in done.stdout, done.stdout + done.stderr
+
 
 def environment():
     return os.environ | {"PYTHONPATH": str(SRC), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

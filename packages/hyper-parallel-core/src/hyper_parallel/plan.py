@@ -139,7 +139,7 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
     plan.ready = not plan.pending
     plan.inplace = rule.inplace
     plan.is_view, plan.copies = solution.is_view or solution.copies, solution.copies
-    if solution.shapes is not None and solution.local is None and _tell_order(solution):
+    if solution.shapes is not None and not _is_stride_of_meta(call, solution):
         # Dtype and stride are those of the first result.
         layouts = [fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
         types = [output_varying(call, solution, x, i) for i, x in enumerate(layouts)]
@@ -159,13 +159,17 @@ def _places(call: Call, indices: Sequence[int]) -> list[int | str] | None:
     return [found[i] for i in indices] if all(i in found for i in indices) else None
 
 
-def _tell_order(solution: Solution) -> bool:
-    """Whether every rank can see from its result how the dims of the outputs lie in memory."""
-    return all(
-        tells_order(fit_rank(layout, len(shape)), shape)
-        for layout, shape in zip(solution.outputs, solution.shapes or (), strict=True)
-        if layout is not None
-    )
+def _is_stride_of_meta(call: Call, solution: Solution) -> bool:
+    """Whether the outputs' strides are found on meta tensors, although the rule knows their shapes: the local results do
+    not tell them when another function makes them, or when some rank's piece is too small."""
+    outputs = [(x, n) for x, n in zip(solution.outputs, solution.shapes or (), strict=True) if x is not None]
+    if solution.local is None and all(tells_order(fit_rank(x, len(n)), n) for x, n in outputs):
+        return False
+    try:
+        call.meta_result(solution.meta)
+    except (NotImplementedError, RuntimeError):  # PyTorch has no meta kernel for this case
+        return False
+    return True
 
 
 def finish(plan: Plan, out: Any) -> Any:

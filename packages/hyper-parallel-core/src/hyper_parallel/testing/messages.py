@@ -8,6 +8,8 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from types import FunctionType
 from typing import Any
 
 from hyper_parallel.testing.failures import NotSendableError, RankFailure
@@ -84,6 +86,25 @@ def _pickle_arguments(qualname: str, args: Sequence[Any], kwargs: Mapping[str, A
                     "Build it inside the function instead"
                 ) from exc
         raise NotSendableError(f"the arguments of {qualname} cannot be sent to other ranks: {whole}") from whole
+
+
+class ResultPickler(pickle.Pickler):
+    """Sends what a rank returns. Classes and functions of modules that were loaded from a file go by name, without the
+    import of parent packages that pickle does and that pytest's dotted names only pretend."""
+
+    def __init__(self, file: Any, files: Mapping[str, ModuleFile]) -> None:
+        super().__init__(file)
+        self._files = files
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to find a class or function again, for those modules."""
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ in self._files and "<" not in obj.__qualname__:
+            return _named, (obj.__module__, obj.__qualname__)
+        return NotImplemented
+
+
+def _named(module: str, qualname: str) -> Any:
+    return reduce(getattr, qualname.split("."), sys.modules[module])
 
 
 def _module_files(wanted: str) -> dict[str, ModuleFile]:

@@ -4,9 +4,9 @@
 
 A call on four ranks costs some 30 ms more than the work itself, and a debugger or ``print`` works in it. It stands on
 PyTorch's own ``multi_threaded_pg``, which is private: where a PyTorch release changed it, the error says so, and the
-processes remain. What is per process is shared here: the registry, torch's default dtype, and its default generator,
-except that plain functions which take a generator get one of the rank's own. Sums over ranks are added in another
-order. Tests of random operators need processes, and so does the last run before a release.
+processes remain. The ranks take turns (:mod:`hyper_parallel.testing.turns`), so that each has its own random numbers
+and default dtype; the registry is shared. Sums over ranks are added in another order, so the last run before a release
+needs processes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import comm_trace, dispatcher, mesh
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.testing import placing
 from hyper_parallel.testing.failures import RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
+from hyper_parallel.testing.turns import Turns
 
 __all__ = ["run_on_threads"]
 
@@ -85,26 +84,6 @@ class _DictPerThread:
         self._own.value.clear()
 
 
-class _OwnRandomNumbers(TorchFunctionMode):
-    """Gives plain random functions a generator of this rank, seeded alike on all, as processes have one each."""
-
-    _NAMES = frozenset(
-        "bernoulli bernoulli_ exponential_ kaiming_uniform_ multinomial normal normal_ "
-        "rand randint randn random_ randperm uniform_".split()
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(0)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        plain = not any(issubclass(kind, DTensor) for kind in types)
-        if plain and kwargs.get("generator") is None and getattr(func, "__name__", "") in self._NAMES:
-            kwargs["generator"] = self._generator
-        return func(*args, **kwargs)
-
-
 def run_on_threads(
     n: int, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, timeout: float
 ) -> list[Any]:
@@ -122,10 +101,11 @@ def run_on_threads(
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already; ranks as threads need one without")
     ranks = [_Rank(number, n, fn, args, kwargs or {}) for number in range(n)]
-    with _threaded_world() as group:
+    turns = Turns()
+    with _threaded_world(turns) as group:
         store = HashStore()
         for rank in ranks:
-            rank.start(store, timeout, group.exception_handle)
+            rank.start(store, timeout, group.exception_handle, turns)
         deadline = time.monotonic() + timeout
         for rank in ranks:
             rank.thread.join(max(0.0, deadline - time.monotonic()))
@@ -134,6 +114,7 @@ def run_on_threads(
         late = [rank for rank in ranks if rank.thread.is_alive()]
         if late:
             group.exception_handle(TimeoutError())  # ends those that wait in a collective; others cannot be ended
+            turns.stop()
         for rank in late:
             rank.thread.join(GRACE)
     return _judged(ranks, late, timeout)
@@ -150,13 +131,13 @@ class _Rank:
         self.skip: str | None = None
         self.is_cancelled = False
 
-    def start(self, store: Any, timeout: float, cancel_others: Callable[[BaseException], None]) -> None:
+    def start(self, store: Any, timeout: float, cancel_others: Callable[[BaseException], None], turns: Turns) -> None:
         self.thread = threading.Thread(
-            target=self._run, args=(store, timeout, cancel_others), name=f"rank{self.number}", daemon=True
+            target=self._run, args=(store, timeout, cancel_others, turns), name=f"rank{self.number}", daemon=True
         )
         self.thread.start()
 
-    def _run(self, store: Any, timeout: float, cancel_others: Callable[[BaseException], None]) -> None:
+    def _run(self, store: Any, timeout: float, cancel_others: Callable[[BaseException], None], turns: Turns) -> None:
         try:
             dist.init_process_group(
                 "threaded",
@@ -166,7 +147,7 @@ class _Rank:
                 timeout=timedelta(seconds=timeout),
             )
             args, kwargs = self._arguments
-            with _OwnRandomNumbers():
+            with turns.taken():
                 self.value = self._fn(*args, **kwargs)
         except SystemExit:  # how a collective ends when another rank has failed
             self.is_cancelled = True
@@ -200,7 +181,7 @@ def _judged(ranks: Sequence[_Rank], late: Sequence[_Rank], timeout: float) -> li
 
 
 @contextmanager
-def _threaded_world() -> Iterator[Any]:
+def _threaded_world(turns: Turns) -> Iterator[Any]:
     """PyTorch's world, and the state of ours that ranks must not share, one per thread; gives the class of groups."""
     try:
         from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -224,6 +205,11 @@ def _threaded_world() -> Iterator[Any]:
         stack.callback(uninstall)
         group.reset()
         stack.callback(group.reset)
+        # Where ranks wait for each other: in a collective, and when they make a group.
+        barrier = "_store_based_barrier"
+        for owner, name in ((threaded.Collective, "join"), (threaded, barrier), (dist.distributed_c10d, barrier)):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, turns.passing(getattr(owner, name)))
         stack.enter_context(comm_trace.per_thread(_ListPerThread(), threading.local()))
         for per_world in (mesh._INFOS, placing._meshes):  # keep nothing of a world that is over
             stack.callback(per_world.clear)

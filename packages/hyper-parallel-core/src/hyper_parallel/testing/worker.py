@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import pickle
 import random
@@ -20,7 +21,7 @@ from types import TracebackType
 
 from hyper_parallel.testing.failures import RankFailure
 from hyper_parallel.testing.load import load_call
-from hyper_parallel.testing.messages import RAISED, RETURNED, SKIPPED, Reply, Task
+from hyper_parallel.testing.messages import RAISED, RETURNED, SKIPPED, Reply, ResultPickler, Task
 
 HOST = "127.0.0.1"
 
@@ -103,12 +104,13 @@ def _run(task: Task) -> Reply:
     try:
         fn, args, kwargs = load_call(task)
         _reset_torch()
-        value = pickle.dumps(fn(*args, **kwargs))
+        value = io.BytesIO()
+        ResultPickler(value, task.module_files).dump(fn(*args, **kwargs))
     except BaseException as exc:  # SystemExit and pytest's outcomes too: a rank ends only when the pool says so
         if _is_skip(exc):
             return Reply(SKIPPED, failure=RankFailure(type(exc).__qualname__, str(exc), ""), groups=_group_count())
         return Reply(RAISED, failure=_describe(exc), groups=_group_count())
-    return Reply(RETURNED, value=value, groups=_group_count())
+    return Reply(RETURNED, value=value.getvalue(), groups=_group_count())
 
 
 def _reset_torch() -> None:
