@@ -160,7 +160,7 @@ def _places(call: Call, indices: Sequence[int]) -> list[int | str] | None:
 
 
 def _is_stride_of_meta(call: Call, solution: Solution) -> bool:
-    """Whether the outputs' strides are found on meta tensors, although the rule knows their shapes: the local results do
+    """Whether the strides of the outputs come from meta tensors, although the rule knows their shapes: local results do
     not tell them when another function makes them, or when some rank's piece is too small."""
     outputs = [(x, n) for x, n in zip(solution.outputs, solution.shapes or (), strict=True) if x is not None]
     if solution.local is None and all(tells_order(fit_rank(x, len(n)), n) for x, n in outputs):
