@@ -31,3 +31,15 @@ def test_every_linked_page_exists():
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([\w./-]+\.md)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_every_row_of_the_parity_tables_names_its_test():
+    page = (ROOT / "docs" / "tensor-parallel-parity.md").read_text()
+    tests = (ROOT / "packages" / "hyper-parallel-tp" / "tests").glob("test_*.py")
+    known = set(re.findall(r"^def (test_\w+)\(", "\n".join(path.read_text() for path in tests), re.MULTILINE))
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
+    assert len(rows) > 40
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row.rsplit("|", 2)[1])
+        assert named, f"no test is named: {row}"
+        assert set(named) <= known, f"{set(named) - known} do not exist"
