@@ -18,7 +18,7 @@ import nox
 
 ROOT = Path(__file__).parent
 PACKAGES = ("core", "ops-basic", "ops-qwen", "ops-deepseek", "fsdp", "tp")
-# What each package needs of the others, as its pyproject.toml says it; the tests of tp compute with the rules of ops-basic.
+# What each package needs of the others, as its pyproject.toml says it; the tests of tp compute with rules of ops-basic.
 NEEDS = {package: () if package == "core" else ("core",) for package in PACKAGES} | {"tp": ("core", "ops-basic")}
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 
