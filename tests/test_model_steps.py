@@ -62,6 +62,7 @@ class Step:
     attention: str = "sdpa"
     experts: str | None = None
     padded: bool = False
+    images: bool = False
 
     def build(self) -> torch.nn.Module:
         transformers = pytest.importorskip("transformers")
@@ -81,6 +82,8 @@ class Step:
         tokens = torch.randint(3, 128, (self.batch, 12))
         labels = tokens.clone()
         labels[0, :7] = -100
+        if self.images:
+            return with_images(tokens)
         if not self.padded:
             return {"input_ids": tokens, "labels": labels}
         mask = torch.ones_like(tokens)
@@ -124,6 +127,26 @@ DELTA = {
 }
 DELTA_NEXT = DELTA | {"**.linear_attn.in_proj_*.weight": OUT}
 DELTA_3_5 = DELTA | {"**.linear_attn.in_proj_qkv.weight": QKV, "**.linear_attn.in_proj_[zba].weight": OUT}
+
+VISION_MLP = {"**.visual.blocks.*.mlp.linear_fc1.*": OUT, "**.visual.blocks.*.mlp.linear_fc2.weight": IN}
+SPECIAL_TOKENS = {
+    "image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127,
+}  # fmt: skip
+
+
+def with_images(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """An image of 16 patches, four of which make a token, at another place in each sequence."""
+    tokens = tokens.clamp(max=120)
+    for row in range(len(tokens)):
+        tokens[row, 1 + row], tokens[row, 2 + row : 6 + row], tokens[row, 6 + row] = 126, 124, 127
+    return {
+        "input_ids": tokens,
+        "labels": tokens.clone(),
+        "mm_token_type_ids": (tokens == 124).int(),
+        "pixel_values": torch.randn(16 * len(tokens), 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * len(tokens)),
+    }
+
 
 STEPS = {
     "llama": Step("llama", plan=ATTENTION | MLP),
@@ -210,6 +233,9 @@ VARIANTS = {f"{name}, uneven batch": variant(name, batch=3, policy="auto") for n
     "qwen3_5, padded": variant("qwen3_5", padded=True),
     "qwen3_moe, eager experts": variant("qwen3_moe", experts="eager"),
     "deepseek_v32, eager attention, padded": variant("deepseek_v32", attention="eager", padded=True),
+    "qwen3_vl_moe, images": variant(
+        "qwen3_vl_moe", sizes=SPECIAL_TOKENS, plan=ATTENTION | MOE | VISION_MLP, images=True
+    ),
     "deepseek_v3, batched experts": variant("deepseek_v3", experts="batched_mm"),
 }
 

@@ -58,7 +58,15 @@ class TestTile(Quick):
 
 class TestRepeatInterleave(Quick):
     op = torch.repeat_interleave
-    samples = (sample(MATRIX, 2, 0), sample(tensor(3, 8), 3, dim=1), sample(MATRIX, 2))
+    samples = (
+        sample(MATRIX, 2, 0),
+        sample(tensor(3, 8), 3, dim=1),
+        sample(MATRIX, 2),
+        sample(MATRIX, torch.tensor([1, 0, 3, 2, 1]), dim=0),
+        sample(tensor(3, 5), torch.tensor([2, 0, 1]), 0, output_size=3),
+        sample(tensor(5), torch.tensor([2])),
+        sample(torch.tensor([1, 0, 2])).options(name="positions"),
+    )
 
 
 class TestTril(Quick):

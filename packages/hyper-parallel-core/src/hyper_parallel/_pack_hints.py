@@ -278,6 +278,7 @@ PACK_OF_OP: dict[str, str] = {
     "hyper_parallel_ops_basic.counting.bincount_of": "hyper-parallel-ops-basic",
     "hyper_parallel_ops_basic.linear_class_losses.chunked_linear_cross_entropy": "hyper-parallel-ops-basic",
     "hyper_parallel_ops_basic.one_hot.one_hot_of": "hyper-parallel-ops-basic",
+    "hyper_parallel_ops_basic.rearranging.repeated": "hyper-parallel-ops-basic",
     "hyper_parallel_ops_deepseek.reference.npu_add_rms_norm": "hyper-parallel-ops-deepseek",
     "hyper_parallel_ops_deepseek.reference.npu_apply_adam_w": "hyper-parallel-ops-deepseek",
     "hyper_parallel_ops_deepseek.reference.npu_fusion_attention": "hyper-parallel-ops-deepseek",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim, refuse
+from hyper_parallel.call import Call, normal_dim
+from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.families.moving import Moving, pending_rows
+from hyper_parallel.op import FunctionOp
 from hyper_parallel.placements import PackedShard, Partial
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -84,13 +87,37 @@ class Repeat(StrategyOp):
         return [1] * (len(call.inputs[0].shape) - len(given)) + given
 
 
-class RepeatInterleave(Moving):
-    """``repeat_interleave(x, repeats, dim)`` with a number, or with a tensor of repeats and ``output_size``.
+def repeated(input: torch.Tensor, repeats: Any, dim: int | None, output_size: int | None) -> torch.Tensor:
+    """``torch.repeat_interleave`` with the size of the result known."""
+    return torch.repeat_interleave(input, repeats, dim, output_size=output_size)
 
-    Along a sharded dim the copies go where the result's shards are. A tensor of repeats is data: that dim is whole.
+
+class RepeatInterleave(FunctionOp):
+    """``repeat_interleave(x, repeats, dim)``, and ``repeat_interleave(repeats)``, which repeats the positions.
+
+    A tensor of repeats without ``output_size`` is summed first: all ranks must call it.
     """
 
-    signature = "input, repeats, dim=None, *, output_size=None"
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._run(*args, **kwargs)
+
+    @staticmethod
+    def _run(input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> Any:
+        if repeats is None:
+            input, repeats = torch.ones_like(input).cumsum(0) - 1, input
+        if isinstance(repeats, torch.Tensor) and output_size is None:
+            along = input.numel() if dim is None else input.shape[dim]
+            output_size = int(repeats.sum()) * (along if repeats.numel() == 1 else 1)
+        return dispatch(repeated, (input, repeats, dim, output_size), {})
+
+
+class Repeated(Moving):
+    """:func:`repeated`: along a sharded dim the copies go where the result's shards are.
+
+    A tensor of repeats is data: that dim is whole.
+    """
+
+    signature = "input, repeats, dim, output_size"
 
     def maps(self, call: Call) -> dict[int, torch.Tensor]:
         dim, repeats = call.dim("dim"), call.arg("repeats")
@@ -100,12 +127,6 @@ class RepeatInterleave(Moving):
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         dim, by_tensor = call.dim("dim"), call.index("repeats") is not None
-        if by_tensor and call.arg("output_size") is None:
-            raise refuse(
-                call,
-                "the number of elements of the result depends on data",
-                "pass output_size=, or an int for repeats",
-            )
         for d in range(len(call.inputs[0].shape)):
             if dim is not None and (d != dim or not by_tensor):
                 yield Strategy({"input": S(d)}, S(d))
