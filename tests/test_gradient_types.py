@@ -19,6 +19,7 @@ from hyper_parallel import (
     Shard,
     distribute_tensor,
     init_device_mesh,
+    redistribute_policy,
 )
 
 R, P = Replicate(), Partial()
@@ -339,6 +340,34 @@ def test_a_partial_that_was_reduced_once_is_used_in_reduced_form_after():
     assert trace.counts == {"all_reduce": 1}
     out.pow(2).sum().backward()
     check_gradients([(dx, x), (dw, w), (ds, scale)])
+
+
+@pytest.mark.ranks(4)
+def test_calls_alike_whose_inputs_change_on_the_way_in_use_what_the_inputs_are_now():
+    x, norm, scale = leaf(8, 6), leaf(6, seed=1), leaf(6, seed=2)
+    dx, dn, ds = spread(x, S(0), R), spread(norm, R, R), spread(scale, R, R)
+    for _ in range(3):  # the first call plans, the others find the plan
+        results = []
+        for a, n, b in ((x, norm, scale), (dx, dn, ds)):
+            results.append(F.rms_norm(a, (6,), weight=n) * b)
+            (results[-1] ** 2).sum().backward()
+            with torch.no_grad():
+                n.mul_(0.5)
+                b.add_(1.0)
+        torch.testing.assert_close(results[1].full_tensor(), results[0])
+        check_gradients([(dx, x), (dn, norm), (ds, scale)])
+
+
+@pytest.mark.ranks(4)
+def test_a_view_that_had_to_be_redistributed_is_known_as_a_copy_each_time():
+    x = spread(torch.arange(6.0).reshape(3, 2), S(0), R)
+    for _ in range(3):
+        with redistribute_policy("auto"):
+            flat = x.view(6)
+        torch.testing.assert_close(flat.full_tensor(), torch.arange(6.0))
+        with pytest.raises(RuntimeError, match="redistributed copy"):
+            flat.add_(1.0)
+        del flat
 
 
 @pytest.mark.ranks(4)
