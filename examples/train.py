@@ -18,8 +18,6 @@ import json
 import os
 import sys
 import time
-import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -31,8 +29,8 @@ import torch.distributed as dist
 import transformers
 from run_report import Comparison, ProgressBar, StepRecord, plot_loss, write_log
 from text_batches import VOCAB_SIZE, TextBatches
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from hyper_parallel import checkpoint
 
 HEADS = 4
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -266,36 +264,28 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """For torch.distributed.checkpoint: each rank writes its shards, and any mesh can read them."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = checkpoint.get_state_dict(self.model, self.optimizer)
         # As one string: the checkpoint would take a list apart and expect as many entries when it is read.
         records = json.dumps([asdict(record) for record in self.records])
         return {"model": model, "optimizer": optimizer, "records": records}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        checkpoint.set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         self.records = [StepRecord(**record) for record in json.loads(state["records"])]
 
     def save(self, folder: Path) -> None:
         """Write ``folder/step-N``."""
-        with quiet_without_process_group():
-            checkpoint.save({"training": self}, checkpoint_id=folder / f"step-{len(self.records)}")
+        checkpoint.save({"training": self}, checkpoint_id=folder / f"step-{len(self.records)}")
 
     def load(self, folder: Path) -> None:
         """Read the newest checkpoint of ``folder``."""
         saved = sorted(folder.glob("step-*/.metadata"), key=lambda path: int(path.parent.name.removeprefix("step-")))
         if not saved:
             raise SystemExit(f"--resume: no checkpoint in {folder}")
-        with quiet_without_process_group():
-            checkpoint.load({"training": self}, checkpoint_id=saved[-1].parent)
-
-
-@contextlib.contextmanager
-def quiet_without_process_group() -> Iterator[None]:
-    """torch.distributed.checkpoint warns on one rank that it assumes one rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        checkpoint.load({"training": self}, checkpoint_id=saved[-1].parent)
 
 
 def compare(
