@@ -6,6 +6,7 @@ row. The one-device model is plain PyTorch. PyTorch's own ``fully_shard`` trains
 """
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -216,6 +218,51 @@ def test_row_3_laid_out_batch():
     }  # fmt: skip
     # Forward: one for each row-parallel layer and the scalars of the loss.
     assert trace.phase("forward") == {"all_gather": REDUCTIONS, "all_reduce": LAYERS + 1}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_row_3_sequence_parallel_laid_out_batch(recompute):
+    plain, model = pair()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if recompute:
+        for layer in model.layers:
+            layer.mlp = CheckpointWrapper(layer.mlp)
+    inner = "layers.*.mlp.inner" if recompute else "layers.*.mlp"
+    data, sequence = [Shard(0), Replicate()], [Shard(0), Shard(1)]
+    plan = ShardingPlan(
+        plan={f"{inner}.up.*": [Replicate(), Shard(0)], f"{inner}.down.weight": [Replicate(), Shard(1)]},
+        input_plan={"": data, inner: data, "layers.0": sequence, "head": data},
+        output_plan={inner: sequence},
+    )
+    unwrapped = shard_module(copy.deepcopy(model), mesh, plan, src_data_rank=None)
+    wrap(shard_module(model, mesh, plan, src_data_rank=None), mesh=mesh)
+
+    def laid_out(batch):
+        return distribute_tensor(batch, mesh, data, src_data_rank=None)
+
+    trace = train(model, plain, laid_out, steps=3)[-1]
+    with CommTrace() as alone:
+        loss_of(unwrapped, *(laid_out(torch.zeros(8, 5, dtype=torch.int64)) for _ in range(2))).backward()
+
+    def over_tp(events):
+        return Counter((e.phase, e.op) for e in events if e.axes == (1,) and e.op != "all_reduce")
+
+    # The fused collectives of sequence parallelism, whether the layers are wrapped or not.
+    assert over_tp(trace.events) == over_tp(alone.events)
+    assert over_tp(trace.events)["forward", "reduce_scatter"] == LAYERS
+    assert over_tp(trace.events)["backward", "reduce_scatter"] == LAYERS
+    # Norms work on pieces of the sequence: their gradients are summed over tp (without wrapping, over both axes at once).
+    assert [e.axes for e in trace.events if e.op == "all_reduce" and e.phase == "backward"] == [(1,)] * 2 * LAYERS
+
+
+class CheckpointWrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class Experts(nn.Module):

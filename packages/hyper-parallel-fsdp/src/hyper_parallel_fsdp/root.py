@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 IN_FLIGHT = 2
-"""Reductions in flight at once; each holds a module's whole gradients."""
+"""Reductions in flight at once: one may be reduce-scattered while the one before is all-reduced."""
 
 
 def in_backward() -> bool:
@@ -137,16 +137,16 @@ class Root:
         if self.is_last_backward:
             self.wait_for_reductions()
 
-    def reduce(self, reduction: Reduction) -> None:
-        """Take over a reduction that has begun, and go on with those before it."""
-        waiting = self._reductions
-        for _ in range(len(waiting)):
-            earlier = waiting.popleft()
-            if self.stream is not None or not earlier.step():
-                waiting.append(earlier)
-        waiting.append(reduction)
-        while len(waiting) > IN_FLIGHT:
-            _finish(waiting.popleft())
+    def make_room(self) -> None:
+        """Go on with the reductions in flight, before another one packs its gradients."""
+        if self.stream is None:
+            self._reductions = deque(r for r in self._reductions if not r.step())
+        while len(self._reductions) >= IN_FLIGHT:
+            _finish(self._reductions.popleft())
+
+    def add(self, reduction: Reduction) -> None:
+        """Take over a reduction that has begun."""
+        self._reductions.append(reduction)
 
     def wait_for_reductions(self) -> None:
         """Until every gradient is in its place."""

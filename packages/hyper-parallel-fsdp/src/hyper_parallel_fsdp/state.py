@@ -340,7 +340,8 @@ class State:
                     grad = grad if factor == 1 else grad / factor
                     param.add_gradient(grad.to(bucket.shards.device, bucket.shards.dtype))
             return
-        root.reduce(Reduction(bucket, gradients, dtype, factor, self.requires_all_reduce, root.stream))
+        root.make_room()
+        root.add(Reduction(bucket, gradients, dtype, factor, self.requires_all_reduce, root.stream))
 
     def _factor(self) -> float:
         if self.divide_factor is not None:
