@@ -252,7 +252,7 @@ def test_row_3_sequence_parallel_laid_out_batch(recompute):
     assert over_tp(trace.events) == over_tp(alone.events)
     assert over_tp(trace.events)["forward", "reduce_scatter"] == LAYERS
     assert over_tp(trace.events)["backward", "reduce_scatter"] == LAYERS
-    # Norms work on pieces of the sequence: their gradients are summed over tp (without wrapping, over both axes at once).
+    # Norms work on pieces of the sequence: their gradients are summed over tp (unwrapped, over both axes at once).
     assert [e.axes for e in trace.events if e.op == "all_reduce" and e.phase == "backward"] == [(1,)] * 2 * LAYERS
 
 

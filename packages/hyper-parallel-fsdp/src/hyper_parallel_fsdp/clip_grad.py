@@ -44,9 +44,9 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type must be positive (inf for the maximum), got {norm_type}")
     total: torch.Tensor | None = None
     locals_: list[torch.Tensor] = []
-    for group, grads in _by_group(given):
+    for group, device, grads in _by_group(given):
         locals_ += grads
-        part = _power_sum(grads, norm_type, foreach is not False)
+        part = _power_sum(grads, norm_type, device, foreach is not False)
         if group is not None:
             comm.all_reduce(part, group, "max" if norm_type == torch.inf else "sum")
         if total is None:
@@ -75,12 +75,13 @@ def clip_grad_norm_(
     return norm
 
 
-def _by_group(parameters: list[torch.Tensor]) -> list[tuple[Any, list[torch.Tensor]]]:
-    """The local gradients by the ranks over which their parameter is sharded; in the same order on all ranks.
+def _by_group(parameters: list[torch.Tensor]) -> list[tuple[Any, torch.device, list[torch.Tensor]]]:
+    """The local gradients by the ranks over which their parameter is sharded, with these ranks' group and device; in
+    the same order on all ranks.
 
     A rank with an empty piece, or without a gradient where another rank has one, takes part all the same.
     """
-    found: dict[Any, tuple[Any, list[torch.Tensor]]] = {}
+    found: dict[Any, tuple[Any, torch.device, list[torch.Tensor]]] = {}
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
             key, group = None, None
@@ -91,17 +92,16 @@ def _by_group(parameters: list[torch.Tensor]) -> list[tuple[Any, list[torch.Tens
             group = layout.info.group(axes) if axes else None
             key = None if group is None else (id(layout.info), axes)
             grad = parameter._local.grad
-        grads = found.setdefault(key, (group, []))[1]
+        grads = found.setdefault(key, (group, parameter.device, []))[2]
         if grad is not None:
             grads.append(grad)
-    return [entry for entry in found.values() if entry[0] is not None or entry[1]]
+    return [entry for entry in found.values() if entry[0] is not None or entry[2]]
 
 
-def _power_sum(grads: list[torch.Tensor], p: float, foreach: bool) -> torch.Tensor:
+def _power_sum(grads: list[torch.Tensor], p: float, device: torch.device, foreach: bool) -> torch.Tensor:
     """The sum of the p-th powers of all absolute values (their maximum for inf), in float32 at least."""
     pieces = [g for g in grads if g.numel()]
     if not pieces:
-        device = grads[0].device if grads else torch.device("cpu")
         return torch.zeros((), dtype=torch.float32, device=device)
     wide = torch.float64 if any(g.dtype is torch.float64 for g in pieces) else torch.float32
     norms = (
@@ -109,5 +109,5 @@ def _power_sum(grads: list[torch.Tensor], p: float, foreach: bool) -> torch.Tens
         if foreach
         else [torch.linalg.vector_norm(g, p, dtype=wide) for g in pieces]
     )
-    stacked = torch.stack([n.to(pieces[0].device) for n in norms])
+    stacked = torch.stack([n.to(device) for n in norms])
     return stacked.max() if p == torch.inf else stacked.pow(p).sum()
