@@ -87,6 +87,13 @@ def test_run_check_finds_replicas_that_differ():
 
 
 @pytest.mark.ranks(4)
+def test_run_check_finds_dtypes_that_differ_on_every_rank():
+    piece = torch.zeros(2, dtype=torch.bfloat16 if rank() == 1 else torch.float32)
+    with pytest.raises(ValueError, match=r"different dtypes, among them torch\.bfloat16, torch\.float32"):
+        DTensor.from_local(piece, mesh_of((4,)), [Shard(0)], run_check=True)
+
+
+@pytest.mark.ranks(4)
 def test_run_check_finds_shapes_that_do_not_fit_on_every_rank():
     mesh = mesh_of((4,))
     uneven = torch.zeros(2 if rank() < 2 else 1)

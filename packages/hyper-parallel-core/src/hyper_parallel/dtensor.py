@@ -97,7 +97,7 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's piece, in the layout's local shape.
             device_mesh: the mesh, or a :class:`Layout` (then ``placements`` is left out).
             placements: one per mesh axis.
-            run_check: compare shapes, and Replicate values, over the ranks (communicates).
+            run_check: compare dtypes, shapes, and Replicate values, over the ranks (communicates).
             shape: global shape. Needed when the shards are uneven; by default every rank is taken to hold as much.
             stride: global stride; by default laid out like the local tensor.
             grad_placements: placements of the local tensor's gradient. By default slices for Shard, the whole gradient
@@ -116,7 +116,7 @@ class DTensor(torch.Tensor):
         expected = local_shape(layout, shape, here)
         fits = tuple(local_tensor.shape) == expected
         if run_check:
-            _check_shapes_agree(fits, layout, shape)
+            _check_ranks_agree(fits, layout, shape, local_tensor.dtype)
         if not fits:
             raise ValueError(
                 f"from_local: local shape {tuple(local_tensor.shape)} does not fit global shape {shape} with "
@@ -695,14 +695,20 @@ def _global_shape(
     return tuple(found)
 
 
-def _check_shapes_agree(fits: bool, layout: Layout, shape: tuple[int, ...]) -> None:
-    """Raise ValueError on every rank when the ranks give different global shapes, or one of them holds a wrong
-    piece."""
+_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
+
+
+def _check_ranks_agree(fits: bool, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError on every rank when the ranks give different dtypes or global shapes, or one of them holds a
+    wrong piece."""
     info = layout.info
     everyone = info.group(tuple(range(info.ndim)))
-    extremes = torch.tensor([int(not fits), *shape, *(-s for s in shape)], device=info.default_device())
+    kind = _DTYPES.index(dtype)
+    extremes = torch.tensor([int(not fits), kind, -kind, *shape, *(-s for s in shape)], device=info.default_device())
     comm.all_reduce(extremes, everyone, "max")
-    wrong, *sizes = extremes.tolist()
+    wrong, last, first, *sizes = extremes.tolist()
+    if last != -first:
+        raise ValueError(f"from_local: the ranks hold different dtypes, among them {_DTYPES[-first]}, {_DTYPES[last]}")
     high, low = sizes[: len(shape)], [-s for s in sizes[len(shape) :]]
     if low != high:
         raise ValueError(f"from_local: the ranks disagree on the global shape: between {low} and {high}; pass shape=")
