@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,8 @@ def main() -> None:
     for option, value in (("tokens", 1024), ("vocabulary", 32768), ("features", 256), ("ranks", 4)):
         parser.add_argument(f"--{option}", type=int, default=value)
     arguments = parser.parse_args()
+    # Large tensors are given back to the system when they die, so that the resident set is what is alive.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     local = arguments.tokens * -(-arguments.vocabulary // arguments.ranks) * 4
     rows: list[list[object]] = []
     for name in (*SCORES, *HEADS):

@@ -40,6 +40,7 @@ class TestNLLLoss(OpConformance):
     meshes = ((4,), (2, 2))
     max_layouts = 25
     samples = (
+        sample(tensor(5, 6), ALL_IGNORED).options(name="all-ignored"),
         sample(tensor(5, 6), FIRST_IGNORED).options(name="ignored"),
         sample(tensor(5, 6), IGNORED, WEIGHT).options(name="weighted"),
         sample(tensor(2, 7, 3), tensor(2, 3, dtype=torch.int64, high=7), reduction="none"),

@@ -292,3 +292,29 @@ def test_plain_gradients_are_slices():
     F.cross_entropy(plain, TARGET).backward()
     want = DTensor.from_local(part.grad, mesh_1d(), [Shard(1)], shape=plain.shape).full_tensor()
     torch.testing.assert_close(want, plain.grad)
+
+
+@pytest.mark.ranks(4)
+def test_log_softmax_then_nll_loss_costs_one_more_each_way():
+    spread = place(logits(), mesh_1d(), Shard(1)).requires_grad_()
+    with loss_parallel(), CommTrace() as trace:
+        F.nll_loss(F.log_softmax(spread, 1), TARGET).reduce_partial().backward()
+    assert (trace.phase("forward"), trace.phase("backward")) == ({"all_reduce": 3}, {"all_reduce": 1})
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dp", [R, Shard(0)])
+@pytest.mark.parametrize("tokens", [None, 5])
+def test_the_loss_function_of_transformers(dp, tokens):
+    """Which casts, shifts, flattens and divides by a number of tokens."""
+    loss_of = pytest.importorskip("transformers.loss.loss_utils").ForCausalLMLoss
+    value, labels = logits().view(2, 4, VOCABULARY), TARGET.view(2, 4)
+    plain = value.clone().requires_grad_()
+    want = loss_of(plain, labels, VOCABULARY, num_items_in_batch=tokens)
+    want.backward()
+    spread = place(value, mesh_2d(), dp, Shard(2)).requires_grad_()
+    with loss_parallel(mesh_2d()["tp"]):
+        loss = loss_of(spread, place(labels, mesh_2d(), dp, R), VOCABULARY, num_items_in_batch=tokens)
+    loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), want)
+    torch.testing.assert_close(spread.grad.full_tensor(), plain.grad)

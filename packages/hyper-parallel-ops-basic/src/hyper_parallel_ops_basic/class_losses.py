@@ -67,11 +67,7 @@ class CrossEntropy(ClassLoss):
     def class_rows(self, call: Call) -> Iterable[Strategy]:
         classes = class_dim(call.spec("input").shape)
         target: Placement = S(classes) if self.has_probabilities(call) else Replicate()
-        at = call.index("weight")
-        sharded = at is not None and bool(call.inputs[at].layout.shard_order[0])
-        # On all axes alike: a whole weight is looked up here, a sharded one by the rank that has it.
-        weight = S(0) if sharded else Replicate()
-        yield Strategy({"input": S(classes), "target": target, "weight": weight}, Replicate())
+        yield Strategy({"input": S(classes), "target": target, "weight": weight_placement(call)}, Replicate())
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -108,7 +104,8 @@ class CrossEntropy(ClassLoss):
 
 
 class NLLLoss(ClassLoss):
-    """``F.nll_loss``: linear in the scores, so sharded classes leave a pending sum and cost nothing."""
+    """``F.nll_loss``: linear in the scores, so sharded classes leave a pending sum and cost nothing; class weights that
+    are sharded too cost one all-reduce, of the weights of the targets."""
 
     signature = "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean'"
 
@@ -116,7 +113,8 @@ class NLLLoss(ClassLoss):
         return False
 
     def class_rows(self, call: Call) -> Iterable[Strategy]:
-        yield Strategy({"input": S(class_dim(call.spec("input").shape))}, Partial())
+        row = {"input": S(class_dim(call.spec("input").shape)), "weight": weight_placement(call)}
+        yield Strategy(row, Partial())
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -129,6 +127,8 @@ class NLLLoss(ClassLoss):
         if not over and not over_batch:
             return None
         held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
+        weight_at = call.index("weight")
+        weight_sharded = weight_at is not None and bool(targets[weight_at].shard_order[0])
         parsed, elements = self._parsed, _elements(shape, dim)
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -137,14 +137,27 @@ class NLLLoss(ClassLoss):
             ignored = given.get("ignore_index", -100)
             unknown = unknown_targets(target, ignored, shape[dim])
             target = target.masked_fill(unknown, ignored)
-            weights = _weights(target, weight, ignored, x.dtype)
+            valid = target != ignored
+            if weight is not None and weight_sharded:
+                every = weight.detach().expand(*target.shape, -1)
+                weights = torch.where(valid, over.sum(_picked(every, target, target.ndim, held)), 0)
+            else:
+                weights = _weights(target, weight, ignored, x.dtype)
             if over:
-                losses = -_picked(x, target, dim, held) * weights
+                # Where, and not times zero: the gradient of a mean over nothing is 0 and not NaN.
+                losses = torch.where(valid, -_picked(x, target, dim, held) * weights, 0)
             else:
                 losses = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
             return reduced_losses(losses, weights, reduction, over_batch, elements, unknown).to(loss_dtype(x))
 
         return local
+
+
+def weight_placement(call: Call) -> Placement:
+    """Of a weight per class, where the classes are sharded: on all axes alike, a whole one is looked up here, a sharded
+    one by the rank that has it."""
+    at = call.index("weight")
+    return S(0) if at is not None and call.inputs[at].layout.shard_order[0] else Replicate()
 
 
 def class_dim(shape: Sequence[int]) -> int:

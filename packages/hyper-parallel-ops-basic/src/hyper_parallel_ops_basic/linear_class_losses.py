@@ -24,7 +24,7 @@ from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
-from .class_losses import reduced_losses, unknown_targets
+from .class_losses import reduced_losses, unknown_targets, weight_placement
 from .class_parallel import ClassShard, Labels, Terms, exchanged, index_losses, pick, score_sum, scores_gradient
 from .loss_reduction import reduction_of
 
@@ -119,9 +119,7 @@ class ChunkedLinearCrossEntropy(StrategyOp):
         for d in range(len(call.spec("target").shape)):
             out = {"none": S(d), "mean": Replicate()}.get(reduction, Partial())
             yield Strategy({"input": S(d), "target": S(d)}, out)
-        at = call.index("weight")
-        sharded = at is not None and bool(call.inputs[at].layout.shard_order[0])
-        row = {"linear_weight": S(0), "linear_bias": S(0), "weight": S(0) if sharded else Replicate()}
+        row = {"linear_weight": S(0), "linear_bias": S(0), "weight": weight_placement(call)}
         yield Strategy(row, Replicate())
 
     def local_function(
