@@ -223,9 +223,23 @@ def hooks(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def ops(session: nox.Session) -> None:
+    """Write the table of all operators anew."""
+    run(session, "python", "tools/write_op_table.py")
+
+
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Check the documentation: the examples in it run, its links lead somewhere, generated pages are up to date."""
-    run(session, "pytest", "-q", "tests/test_docs.py", "tests/test_hook_reference.py", *session.posargs)
+    run(
+        session,
+        "pytest",
+        "-q",
+        "tests/test_docs.py",
+        "tests/test_hook_reference.py",
+        "tests/test_op_table.py",
+        *session.posargs,
+    )
 
 
 @nox.session(venv_backend="none")

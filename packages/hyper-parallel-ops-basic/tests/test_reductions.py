@@ -199,7 +199,15 @@ class TestNorm(Reductions):
 
 class TestLinalgNorm(Reductions):
     op = torch.linalg.norm
-    samples = (sample(MATRIX), sample(MATRIX, 2, 0), sample(tensor(3, 4, 2), "fro", dim=(1, 2)))
+    samples = (
+        sample(MATRIX),
+        sample(MATRIX, 2, 0),
+        sample(tensor(3, 4, 2), "fro", dim=(1, 2)),
+        sample(MATRIX, 1),
+        sample(MATRIX, -torch.inf),
+        sample(tensor(2, 5, 3), torch.inf, dim=(2, 0), keepdim=True),
+        sample(tensor(5, 3, 2), 2, dim=(1, 2)),
+    )
 
 
 class TestCumsum(Reductions):

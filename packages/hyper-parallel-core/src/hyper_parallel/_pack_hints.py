@@ -536,6 +536,7 @@ PACK_OF_OP: dict[str, str] = {
     "torch.linalg.lu": "hyper-parallel-ops-basic",
     "torch.linalg.lu_factor": "hyper-parallel-ops-basic",
     "torch.linalg.matrix_exp": "hyper-parallel-ops-basic",
+    "torch.linalg.matrix_norm": "hyper-parallel-ops-basic",
     "torch.linalg.matrix_power": "hyper-parallel-ops-basic",
     "torch.linalg.matrix_rank": "hyper-parallel-ops-basic",
     "torch.linalg.multi_dot": "hyper-parallel-ops-basic",

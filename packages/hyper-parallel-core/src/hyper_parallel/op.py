@@ -9,13 +9,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from hyper_parallel.layout import Layout
 from hyper_parallel.structures import rebuilt
 
-__all__ = ["DistributedOp", "FunctionOp"]
+__all__ = ["DistributedOp", "FunctionOp", "OpSummary"]
+
+
+@dataclass(frozen=True)
+class OpSummary:
+    """What the table of operators (docs/ops.md) says about a rule.
+
+    Attributes:
+        shards: which dims may be sharded, and what a shard leaves.
+        pending: what becomes of a pending sum.
+        communicates: what the operator communicates inside, forward ``|`` backward.
+        whole: which inputs have to be whole, and why.
+    """
+
+    shards: str
+    pending: str = "reduced first"
+    communicates: str = "none"
+    whole: str = ""
 
 
 class DistributedOp:
@@ -31,12 +49,14 @@ class DistributedOp:
             made once per cache entry instead of on every call.
         allow_partial_inputs: whether a pending reduction may enter the operator. Otherwise it is reduced first, or an
             error under the strict policy.
+        summary: what the table of operators says about the rule; None: what its docstring says.
         one_mesh: whether all inputs must be on one mesh; False for operators on lists of unrelated tensors.
     """
 
     cache_expand: bool = False
     allow_partial_inputs: bool = False
     one_mesh: bool = True
+    summary: OpSummary | None = None
 
     def __init__(self, op_name: str, **params: Any) -> None:
         if params:

@@ -9,6 +9,7 @@ import torch
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.whole_dims import WholeDims
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Shard
 from hyper_parallel.strategy import R, S, Strategy
 
@@ -22,6 +23,11 @@ class AlongDim(WholeDims):
     Args:
         dim: the dim when none is given; None for all dims flattened, which gives the value alone.
     """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded dim: 1 all-to-all in, 1 per output back (folded: 1 all-gather of the results) | the same",
+    )
 
     def __init__(
         self, op_name: str, *, signature: str, dim: int | None = -1, outputs: int = 1, folds: bool = False
@@ -54,6 +60,11 @@ class AlongDim(WholeDims):
 
 class Quantile(AlongDim):
     """``quantile`` and ``nanquantile`` of one or several ``q``, which come first in the result."""
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded folded dim: 1 all-to-all, 1 all-gather of the results | 1 all-to-all",
+    )
 
     kernels_need_lines = True
 

@@ -11,10 +11,15 @@ import torch.nn.functional as F
 from hyper_parallel.boxes import box, length
 from hyper_parallel.call import Call
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel.families.over_axes import global_indices
+from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Placement, Replicate
-from hyper_parallel.strategy import R, S, Strategy, StrategyOp
+from hyper_parallel.op import OpSummary
+from hyper_parallel.placements import PackedShard, Placement, Replicate, on_dim
+from hyper_parallel.redistribute import transition
+from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
+
+from .softmax import softmax_over
 
 
 class Attention(StrategyOp):
@@ -25,12 +30,23 @@ class Attention(StrategyOp):
       groups, or stay whole, each rank taking the ones that its query heads need.
     - Queries are sharded with whole keys and values; a causal mask then becomes an explicit one of this rank's rows.
     - Values may be sharded along their features.
-    - Sharded keys need an exchange between the ranks (context parallelism) and are redistributed, or refused.
+    - Keys and values are sharded alike with whole queries: the softmax is taken over the ranks (two small all-reduces),
+      and the result is a pending sum. Where the queries are sharded by the same axes (context parallelism), keys and
+      values are gathered, as every query needs all of them.
 
     Dropout draws the mask of the whole attention matrix on every rank, so that each element meets the fate that it has
     on one device with the same seed. That is exact where the device computes attention from matrices (CPU), and costs
     memory for that mask.
     """
+
+    summary = OpSummary(
+        "batch dims, heads (grouped ones too), queries, keys and values, features of values",
+        communicates=(
+            "sharded keys: 2 all-reduces of one number per row and a pending sum; with queries sharded alike 2 "
+            "all-gathers, of keys and values | 2 reduce-scatters"
+        ),
+        whole="features of queries and keys",
+    )
 
     signature = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False"
     floats_matter = True  # dropout_p
@@ -55,6 +71,14 @@ class Attention(StrategyOp):
             {"query": S(len(call.spec("query").shape) - 2), "attn_mask": self._mask(call, out, rows)}, S(rows)
         )
         yield Strategy({"value": S(len(call.spec("value").shape) - 1)}, S(len(out) - 1))
+        keys: dict[str, Placement] = {n: S(len(call.spec(n).shape) - 2) for n in ("key", "value")}
+        queries = {"query": S(len(call.spec("query").shape) - 2), "attn_mask": self._mask(call, out, rows)}
+        if not any(isinstance(p, PackedShard) for spec in call.inputs for p in spec.layout.placements):
+            # Of another length than the queries, they can have plain shards in common only.
+            yield Strategy(keys | queries, S(rows))
+        mask = call.spec("attn_mask").shape if call.index("attn_mask") is not None else ()
+        columns = S(len(mask) - 1) if mask and mask[-1] == call.spec("key").shape[-2] else R
+        yield Strategy(keys | {"attn_mask": columns}, P)
 
     def _row(self, call: Call, out: tuple[int, ...], d: int) -> dict[str, Placement]:
         row = {n: shard_if_full(call.spec(n).shape, d, out) for n in ("query", "key", "value")}
@@ -84,32 +108,39 @@ class Attention(StrategyOp):
         if all(layout.is_replicated() for layout in targets):
             return None
         at = {n: i for n in ("query", "key", "value", "attn_mask") if (i := call.index(n)) is not None}
-        query = targets[at["query"]]
-        shape = tuple(call.spec("query").shape)
-        causal = bool(call.arg("is_causal")) and bool(query.shard_order[-2])
+        query, key = targets[at["query"]], targets[at["key"]]
+        shape, key_shape = tuple(call.spec("query").shape), tuple(call.spec("key").shape)
+        shared = frozenset(key.shard_order[-2]) & frozenset(query.shard_order[-2])
+        seen = key.with_placements(dict.fromkeys(shared, Replicate()))  # what of the keys this rank looks at
+        gathers = [_gathering(targets[at[n]], shared, tuple(call.spec(n).shape)) for n in ("key", "value")]
+        over = OverAxes(seen, [len(key_shape) - 2])
+        causal = bool(call.arg("is_causal")) and bool(query.shard_order[-2] or seen.shard_order[-2])
         heads = self._heads(call, targets, at) if call.arg("enable_gqa") else None
         dropout = call.arg("dropout_p", 0.0) > 0
         pieces = [box(targets[i], tuple(call.inputs[i].shape), call.info.my_coordinate()) for i in at.values()]
         empty = any(not length(intervals) for piece in pieces for intervals in piece)
-        if heads is None and not causal and not dropout and not empty:
+        if heads is None and not (causal or dropout or empty or shared or over):
             return None
         (out,) = self.output_shapes(call)
         weights = (*out[:-1], call.spec("key").shape[-2])
         # The attention weights are sharded as the output is, but for its features.
         layout = outputs[0].with_order(outputs[0].placements, (outputs[0].shard_order + ((),) * len(out))[: len(out)])
         layout = layout.with_placements(dict.fromkeys(layout.shard_order[-1], Replicate()))
+        layout = layout.with_placements({a: on_dim(seen.placements[a], len(out) - 1) for a in seen.shard_order[-2]})
         parsed = self._parsed
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            if shared:
+                given.update(key=gathers[0](given["key"]), value=gathers[1](given["value"]))
             if heads is not None:
                 given.update({name: take(given[name]) for name, take in heads.items()}, enable_gqa=False)
             if causal:
-                given.update(is_causal=False, attn_mask=_causal_rows(given, query, shape))
+                given.update(is_causal=False, attn_mask=_causal_rows(given, (query, shape), (seen, key_shape)))
             if dropout:
-                return _from_matrices(given, _dropout_part(given, layout, weights))
-            if empty:
-                return _from_matrices(given, None)  # kernels do not take nothing; every input stays in the graph
+                return _from_matrices(given, _dropout_part(given, layout, weights), over)
+            if over or empty:  # kernels do not take nothing; every input stays in the graph
+                return _from_matrices(given, None, over)
             return F.scaled_dot_product_attention(**given)
 
         return local
@@ -132,11 +163,20 @@ class Attention(StrategyOp):
 _PLAIN = (type(S(0)), Replicate)
 
 
-def _causal_rows(given: dict[str, Any], layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
-    """The rows of the causal mask that belong to this rank's queries, as a mask to add or to keep."""
-    rows = global_indices(layout, shape, len(shape) - 2, given["query"].device)
-    columns = torch.arange(given["key"].shape[-2], device=rows.device)
+_Placed = tuple[Layout, tuple[int, ...]]
+
+
+def _causal_rows(given: dict[str, Any], query: _Placed, key: _Placed) -> torch.Tensor:
+    """The part of the causal mask that belongs to this rank's queries and keys: what is kept."""
+    device = given["query"].device
+    rows, columns = (global_indices(layout, shape, len(shape) - 2, device) for layout, shape in (query, key))
     return rows.unsqueeze(1) >= columns
+
+
+def _gathering(layout: Layout, axes: frozenset[int], shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Function that makes this rank's keys (or values) whole over some axes, for queries of its own."""
+    whole = layout.with_placements(dict.fromkeys(axes, Replicate()))
+    return lambda x: transition(x, (layout, NOT_VARYING), (whole, axes), shape)
 
 
 def _dropout_part(given: dict[str, Any], layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
@@ -148,8 +188,9 @@ def _dropout_part(given: dict[str, Any], layout: Layout, shape: tuple[int, ...])
     return whole
 
 
-def _from_matrices(given: dict[str, Any], dropout: torch.Tensor | None) -> torch.Tensor:
-    """Attention as its definition has it, for what no kernel takes."""
+def _from_matrices(given: dict[str, Any], dropout: torch.Tensor | None, over: OverAxes) -> torch.Tensor:
+    """Attention as its definition has it, for what no kernel takes; ``over`` the axes that shard the keys, if any, of
+    which each rank gives a term of the result."""
     query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     if given.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
@@ -161,8 +202,8 @@ def _from_matrices(given: dict[str, Any], dropout: torch.Tensor | None) -> torch
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
     if mask is not None:
         # A row in which nothing is kept gives zeros.
-        empty = (scores == -torch.inf).all(-1, keepdim=True)
-        weights = torch.where(empty, 0, torch.where(empty, 0, scores).softmax(-1))
+        empty = over.extreme((scores > -torch.inf).any(-1, keepdim=True).int(), "max") == 0
+        weights = torch.where(empty, 0, softmax_over(torch.where(empty, 0, scores), over, scores.ndim - 1))
     else:
-        weights = scores.softmax(-1)
+        weights = softmax_over(scores, over, scores.ndim - 1)
     return (weights if dropout is None else weights * dropout) @ value

@@ -14,11 +14,16 @@ import torch
 from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 
 
 class Cast(FunctionOp):
     """Any function of one tensor that changes at most its dtype and device."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes from float to float",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor, args, kwargs = _without_other(args, kwargs)

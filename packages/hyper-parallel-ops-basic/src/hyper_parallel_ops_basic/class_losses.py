@@ -12,6 +12,7 @@ from hyper_parallel.boxes import Intervals, dim_intervals
 from hyper_parallel.call import Call
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -58,6 +59,14 @@ class CrossEntropy(ClassLoss):
     Sharded classes cost two all-reduces forward (the maximum; then the sum of exponentials, the target's score and what
     smoothing and weights need, in one buffer) and none backward, in float32 for low-precision scores.
     """
+
+    summary = OpSummary(
+        "every dim, classes too",
+        communicates=(
+            "mean over sharded targets: 1 all-reduce of three numbers; sharded classes: 2 all-reduces of one number "
+            "per row | none"
+        ),
+    )
 
     signature = (
         "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean', "
@@ -106,6 +115,11 @@ class CrossEntropy(ClassLoss):
 class NLLLoss(ClassLoss):
     """``F.nll_loss``: linear in the scores, so sharded classes leave a pending sum and cost nothing; class weights that
     are sharded too cost one all-reduce, of the weights of the targets."""
+
+    summary = OpSummary(
+        "every dim, classes too",
+        communicates="mean over sharded targets: 1 all-reduce of three numbers | none",
+    )
 
     signature = "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean'"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 
 _CHECKS = (
     "has_torch_function",
@@ -27,6 +27,12 @@ class Composed(FunctionOp):
     Args:
         module: where the function of the op's (last) name is found.
     """
+
+    summary = OpSummary(
+        "as its parts (see `compositions.py`, `composed_losses.py`, `batch_norm.py`)",
+        pending="as its parts",
+        communicates="that of its parts",
+    )
 
     def __init__(self, op_name: str, *, module: str) -> None:
         super().__init__(op_name)
@@ -45,6 +51,12 @@ class Composed(FunctionOp):
 
 class TorchBody(FunctionOp):
     """A function that PyTorch itself writes in Python, with torch functions that have rules: its own body runs."""
+
+    summary = OpSummary(
+        "as the functions in its Python body",
+        pending="as its parts",
+        communicates="that of its parts",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return body_of(func)(*args, **kwargs)

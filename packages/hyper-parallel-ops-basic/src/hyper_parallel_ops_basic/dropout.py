@@ -13,6 +13,7 @@ import torch
 
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial
 from hyper_parallel.random import draw
 from hyper_parallel.strategy import LayoutOp, S, Strategy, StrategyOp
@@ -30,6 +31,11 @@ class Dropout(LayoutOp):
 
     Multiplication by a mask that all ranks agree on is linear, so a pending sum stays pending.
     """
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes",
+    )
 
     signature = "input, p=0.5, training=True, inplace=False, *, train"
 
@@ -58,6 +64,10 @@ class Dropout(LayoutOp):
 
 class AlphaDropout(StrategyOp):
     """``alpha_dropout`` and ``feature_alpha_dropout``, which keep mean and variance of a SELU network."""
+
+    summary = OpSummary(
+        "every dim",
+    )
 
     signature = "input, p=0.5, training=False, inplace=False, *, train"
 

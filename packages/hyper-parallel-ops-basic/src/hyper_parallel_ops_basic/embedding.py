@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hyper_parallel.call import Call, refuse
 from hyper_parallel.families.held_indices import HeldIndices
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Shard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
@@ -25,6 +26,12 @@ class Embedding(StrategyOp):
     ``max_norm`` changes the table by the ids that a rank sees, ``scale_grad_by_freq`` counts them, and ``sparse`` gives
     a gradient that cannot be redistributed: with these, placements under which a rank sees only some ids are refused.
     """
+
+    summary = OpSummary(
+        "ids, features; a sharded vocabulary leaves a pending sum",
+        pending="passes through the table",
+        whole="`max_norm`, `sparse`: they change the table by the ids that a rank sees",
+    )
 
     signature = "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False"
 

@@ -12,6 +12,7 @@ from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate, Shard
 from hyper_parallel.strategy import S, Strategy
 
@@ -28,6 +29,12 @@ class Extreme(Reduction):
         op: ``"max"`` or ``"min"``.
         indices: whether the form with a ``dim`` gives the index too (``max``), or takes several dims (``amax``).
     """
+
+    summary = OpSummary(
+        "every dim; a folded one leaves a pending max or min",
+        pending="passes where its kind is the same",
+        communicates="none; where a gradient or the index is needed 1 or 2 all-reduces | 1 of the number of ties",
+    )
 
     signature = "input, dim=None, keepdim=False, *, other=None, axis=None, keepdims=None"
 
@@ -93,6 +100,11 @@ class ArgExtreme(Reduction):
         op: ``"max"`` or ``"min"``.
     """
 
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded folded dim: 2 all-reduces",
+    )
+
     def __init__(self, op_name: str, *, op: str) -> None:
         super().__init__(op_name)
         self.op = op
@@ -123,6 +135,11 @@ class ArgExtreme(Reduction):
 
 class MinMax(Reduction):
     """``aminmax``: both, pending, as one of the two is no max; reduced inside where a gradient is needed."""
+
+    summary = OpSummary(
+        "every dim; a folded one leaves a pending min and max",
+        communicates="none; where a gradient is needed 2 all-reduces | 2 of the number of ties",
+    )
 
     signature = "input, *, dim=None, keepdim=False"
 

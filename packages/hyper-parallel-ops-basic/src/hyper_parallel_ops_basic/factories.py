@@ -14,6 +14,7 @@ from typing import Any
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.strategy import LayoutOp
 
@@ -26,6 +27,11 @@ def settled(layout: Layout) -> Layout:
 class Like(LayoutOp):
     """``zeros_like``, ``ones_like``, ``full_like``, ``empty_like``."""
 
+    summary = OpSummary(
+        "every dim, like the model",
+        pending="becomes whole",
+    )
+
     scalars_matter = False
 
     def solve(self, call: Call) -> Solution:
@@ -35,6 +41,11 @@ class Like(LayoutOp):
 
 class NewOfSize(LayoutOp):
     """``x.new_zeros(*size)``, ``new_ones``, ``new_empty``, ``new_full(size, value)``."""
+
+    summary = OpSummary(
+        "like the model where it has its shape, else whole",
+        pending="becomes whole",
+    )
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
@@ -64,6 +75,11 @@ def _of_size(call: Call, sizes: tuple[int, ...]) -> Callable[..., Any] | None:
 
 class NewTensor(LayoutOp):
     """``x.new_tensor(data)``: every rank has the data."""
+
+    summary = OpSummary(
+        "none: every rank has the data",
+        pending="becomes whole",
+    )
 
     scalars_matter = False
 

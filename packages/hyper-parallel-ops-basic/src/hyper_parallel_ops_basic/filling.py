@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.elementwise import shard_if_full
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import LayoutOp, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.index_writing import neutral_of_number
@@ -13,6 +14,11 @@ from hyper_parallel_ops_basic.index_writing import neutral_of_number
 
 class Copy(StrategyOp):
     """``x.copy_(source)``: the source, broadcast, is brought to the target's layout."""
+
+    summary = OpSummary(
+        "every dim of the target",
+        pending="stays, with a pending source",
+    )
 
     scalars_matter = False
 
@@ -26,6 +32,11 @@ class Copy(StrategyOp):
 
 class Fill(LayoutOp):
     """``fill_`` and ``zero_``: a pending sum gets the number once."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="stays: the number counts once",
+    )
 
     scalars_matter = False
 

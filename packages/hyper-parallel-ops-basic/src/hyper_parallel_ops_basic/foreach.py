@@ -12,7 +12,7 @@ from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor, remembered, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import Partial, is_partial, is_shard
 from hyper_parallel.spec import NOT_VARYING, make_spec
 from hyper_parallel.transition import plan_transition
@@ -27,6 +27,10 @@ class Foreach(FunctionOp):
     tensors then go through the operator in one call. With gradients, and for pending targets, the elements go through
     the single-tensor operator one by one.
     """
+
+    summary = OpSummary(
+        "every dim of each tensor; partners take its layout",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         anchors = next(a for a in args if isinstance(a, (list, tuple)))
@@ -44,6 +48,10 @@ class Foreach(FunctionOp):
 class ForeachNorm(FunctionOp):
     """``_foreach_norm``: the norms stay pending, so that the norm of all of them costs one all-reduce."""
 
+    summary = OpSummary(
+        "every dim; leaves pending norms",
+    )
+
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensors = args[0]
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
@@ -57,6 +65,11 @@ class ForeachNorm(FunctionOp):
 
 class FusedStep(FunctionOp):
     """``torch._fused_adam_`` and its like: parameters, gradients and states in lists, 0-dim step counts among them."""
+
+    summary = OpSummary(
+        "every dim of each parameter; gradients and states take its layout",
+        pending="gradients are reduced first",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         func(*self.local_lists(func, args), **{name: _whole(value) for name, value in kwargs.items()})

@@ -14,6 +14,7 @@ import torch
 from hyper_parallel.call import Call
 from hyper_parallel.families.held_indices import HeldIndices
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
@@ -31,6 +32,11 @@ def pending_lookup(dtype: torch.dtype) -> Partial:
 
 class IndexSelect(StrategyOp):
     """``index_select(input, dim, index)``."""
+
+    summary = OpSummary(
+        "every dim, and the index; the selected dim leaves a pending sum (bool: max)",
+        pending="passes, of any kind",
+    )
 
     signature = "input, dim, index"
 
@@ -73,6 +79,11 @@ class IndexSelect(StrategyOp):
 
 class Gather(IndexSelect):
     """``gather(input, dim, index)``."""
+
+    summary = OpSummary(
+        "every dim, and the index with it; the gathered dim leaves a pending sum (bool: max)",
+        pending="passes, of any kind",
+    )
 
     signature = "input, dim, index, *, sparse_grad=False"
 

@@ -9,7 +9,7 @@ from hyper_parallel import comm
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.mesh import MeshInfo
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import is_shard
 
 
@@ -19,6 +19,12 @@ class UnscaleGradients(FunctionOp):
     An inf or nan in one rank's piece must stop the step on every rank: ``found_inf`` is all-reduced over the mesh axes
     that shard some gradient, once per mesh.
     """
+
+    summary = OpSummary(
+        "every dim of each gradient",
+        pending="reduced first",
+        communicates="1 all-reduce of the flag",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         grads, found, scale = args

@@ -11,6 +11,7 @@ import torch
 from hyper_parallel.call import Call
 from hyper_parallel.families.whole_dims import WholeDims
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Shard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
@@ -23,6 +24,11 @@ class Spatial(WholeDims):
     Args:
         dims: number of spatial dims; 0 for all after the first two.
     """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded spatial dim: 1 all-to-all each way | the same",
+    )
 
     floats_matter = True  # a scale factor
     kernels_need_lines = True
@@ -56,6 +62,10 @@ class Spatial(WholeDims):
 class AffineGrid(StrategyOp):
     """``affine_grid(theta, size)``: a grid per sample."""
 
+    summary = OpSummary(
+        "samples",
+    )
+
     signature = "theta, size, align_corners=None"
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
@@ -84,6 +94,12 @@ class Columns(StrategyOp):
     Args:
         joins: whether the columns are joined to an image (``fold``).
     """
+
+    summary = OpSummary(
+        "samples; channels that divide evenly",
+        pending="passes",
+        whole="positions: the patches overlap",
+    )
 
     def __init__(self, op_name: str, *, signature: str, joins: bool = False) -> None:
         self.signature = signature

@@ -18,6 +18,7 @@ from hyper_parallel.families.held_indices import HeldIndices
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.ranges import Overlap, keep_range, overlaps
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Replicate, on_dim
 from hyper_parallel.strategy import LayoutOp, S
 from hyper_parallel.transition import plan_transition
@@ -30,6 +31,13 @@ from .picking import Picked
 
 class SetItem(LayoutOp):
     """``x[index] = value``; ``index_put(indices, values, accumulate)`` is the same with tensors only."""
+
+    summary = OpSummary(
+        "every dim of the target; the values lie like it, like what the mask picks, or whole",
+        pending="stays, with pending values",
+        communicates="mask with values: 1 or 2 all-gathers of counts and indices (and 1 all-to-all of sharded values)",
+        whole="values that lie otherwise",
+    )
 
     signature = "input, indices, values, accumulate=False"
 
@@ -276,6 +284,12 @@ class MaskedScatter(LayoutOp):
 
     The mask is laid out like the input; the source is whole on each rank, which takes what its picked elements need.
     """
+
+    summary = OpSummary(
+        "every dim of input and mask",
+        communicates="1 or 2 all-gathers of counts and indices",
+        whole="the source: which element goes where depends on the data",
+    )
 
     signature = "input, mask, source"
 

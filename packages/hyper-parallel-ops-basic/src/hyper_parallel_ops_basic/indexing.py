@@ -18,6 +18,7 @@ from hyper_parallel.families.held_indices import HeldIndices, one_row_more
 from hyper_parallel.families.moving import Move, plain
 from hyper_parallel.families.ranges import keep_range
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.spec import contiguous_stride, make_spec
@@ -32,6 +33,16 @@ Get = Callable[..., torch.Tensor]
 
 class GetItem(StrategyOp):
     """``x[index]``."""
+
+    summary = OpSummary(
+        "every dim: slices stay in place or are spread anew, as masks are; ints and index tensors leave a pending sum",
+        pending="passes, of any kind",
+        communicates=(
+            "slice that does not stay in place: 1 all-to-all of the elements that change rank | the same; mask: 1 or 2 "
+            "all-gathers of counts and indices, 1 all-to-all | the same"
+        ),
+        whole="a mask beside other index tensors on sharded dims",
+    )
 
     makes_views = True
     clamps = True  # a range may end behind the last element

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.moving import pending_rows
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Placement
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
@@ -27,6 +28,12 @@ class Cat(StrategyOp):
         at_least: rank to which smaller tensors are raised first, with the new dims in front (2 for ``vstack``).
         dim: dimension, for a function that has no argument for it.
     """
+
+    summary = OpSummary(
+        "every dim, operands alike; the joined one, on one axis, becomes `PackedShard`",
+        pending="passes when all are pending alike",
+        whole="a joined dim that several axes shard",
+    )
 
     signature = "tensors, dim=0, *, axis"
 
@@ -72,12 +79,22 @@ class Cat(StrategyOp):
 class HStack(Cat):
     """``hstack``: along dim 1, or dim 0 of vectors."""
 
+    summary = OpSummary(
+        "as `cat`",
+        pending="passes when all are pending alike",
+    )
+
     def __init__(self, op_name: str) -> None:
         super().__init__(op_name, at_least=1, dim=1)
 
 
 class Stack(StrategyOp):
     """``stack(tensors, dim)``: tensors of one shape along a new dimension."""
+
+    summary = OpSummary(
+        "every dim, operands alike",
+        pending="passes when all are pending alike",
+    )
 
     signature = "tensors, dim=0, *, axis"
 

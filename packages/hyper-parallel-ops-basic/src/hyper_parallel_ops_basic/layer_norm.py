@@ -10,8 +10,9 @@ import torch
 
 from hyper_parallel.call import Call
 from hyper_parallel.families.derivatives import first_derivative_only
-from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Placement
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -84,6 +85,11 @@ class RowNorm(StrategyOp):
 class LayerNorm(RowNorm):
     """``layer_norm``: over sharded dims two all-reduces forward (sum; squared distances) and one backward."""
 
+    summary = OpSummary(
+        "every dim; normalised ones with the weight",
+        communicates="sharded normalised dim: 2 all-reduces of one number per row | 1 of two",
+    )
+
     signature = "input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True"
 
     def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
@@ -96,6 +102,11 @@ class LayerNorm(RowNorm):
 
 class RMSNorm(RowNorm):
     """``rms_norm``: over sharded dims one all-reduce forward and one backward."""
+
+    summary = OpSummary(
+        "every dim; normalised ones with the weight",
+        communicates="sharded normalised dim: 1 all-reduce of one number per row | 1",
+    )
 
     signature = "input, normalized_shape, weight=None, eps=None"
 
@@ -146,8 +157,16 @@ class Normalise(torch.autograd.Function):
 
 
 class GroupNorm(StrategyOp):
-    """``group_norm``: sharded samples, or channels where every rank gets whole groups."""
+    """``group_norm``: samples, channels and positions sharded.
 
+    Nothing is communicated where every rank has whole groups; else two all-reduces of one number per sample and group
+    forward, and two backward.
+    """
+
+    summary = OpSummary(
+        "every dim, channels with the weight",
+        communicates="channels that split a group, or positions: 2 all-reduces of one number per sample and group | 2",
+    )
     signature = "input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True"
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
@@ -155,26 +174,63 @@ class GroupNorm(StrategyOp):
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         yield Strategy({"input": S(0)}, S(0))
-        axes = set(call.spec("input").layout.shard_order[1])
-        for name in ("weight", "bias"):
-            if call.index(name) is not None:
-                axes.update(call.spec(name).layout.shard_order[0])
-        packed = any(isinstance(spec.layout.placements[a], PackedShard) for spec in call.inputs for a in axes)
-        if not packed and call.arg("num_groups") % math.prod(call.info.shape[a] for a in axes) == 0:
-            yield Strategy({"input": S(1), "weight": S(0), "bias": S(0)}, S(1))
+        yield Strategy({"input": S(1), "weight": S(0), "bias": S(0)}, S(1))
+        for d in range(2, len(call.spec("input").shape)):
+            yield Strategy({"input": S(d)}, S(d))
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        layout = targets[call.index("input") or 0]
-        groups = call.arg("num_groups") // math.prod(layout.mesh_shape[a] for a in layout.shard_order[1])
-        parsed = self._parsed
+        layout, shape = targets[call.index("input") or 0], tuple(call.spec("input").shape)
+        groups, parsed = int(call.arg("num_groups")), self._parsed
+        axes = layout.shard_order[1]
+        ways = math.prod(layout.mesh_shape[a] for a in axes)
+        packed = any(isinstance(layout.placements[a], PackedShard) for a in axes)
+        split = bool(axes) and (packed or groups % ways != 0)
+        over = OverAxes(layout, [*([1] if split else []), *range(2, len(shape))])
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            # torch.group_norm: the functional form checks sizes, which are those of a piece here.
             given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
-            return torch.group_norm(
-                given["input"], groups, given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
-            )
+            x, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+            if not over:
+                # torch.group_norm: the functional form checks sizes, which are those of a piece here.
+                return torch.group_norm(x, groups if split else groups // ways, weight, bias, eps)
+            members = global_indices(layout, shape, 1, x.device) // (shape[1] // groups)
+            return _by_groups(x, weight, bias, eps, over, members, (groups, math.prod(shape[1:]) // groups))
 
         return local
+
+
+def _by_groups(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    over: OverAxes,
+    members: torch.Tensor,
+    sizes: tuple[int, int],
+) -> torch.Tensor:
+    """Group normalisation of a piece.
+
+    Args:
+        over: the axes that share groups out.
+        members: the group of each of this rank's channels.
+        sizes: number of groups, and of elements in one.
+    """
+    groups, count = sizes
+
+    def spread(per_channel: torch.Tensor) -> torch.Tensor:
+        return per_channel.reshape(*per_channel.shape, *[1] * (x.ndim - 2))
+
+    def mean(t: torch.Tensor) -> torch.Tensor:
+        """Of each channel's group."""
+        sums = t.sum(tuple(range(2, t.ndim))) if t.ndim > 2 else t
+        totals = over.sum(sums.new_zeros(len(sums), groups).index_add(1, members, sums), varying=True)
+        return spread(totals.index_select(1, members) / count)
+
+    wide = _wide(x)
+    centred = wide - mean(wide)
+    out = centred * (mean(centred.square()) + eps).rsqrt()
+    if weight is not None:
+        out = out * spread(weight)
+    return (out if bias is None else out + spread(bias)).to(x.dtype)

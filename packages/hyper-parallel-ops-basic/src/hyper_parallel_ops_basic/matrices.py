@@ -10,6 +10,7 @@ import torch
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.whole_dims import WholeDims
+from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 
@@ -23,6 +24,11 @@ class OfMatrices(StrategyOp):
         outputs: number of outputs, all with the same batch dims.
         vector: whether a second argument with one dim less is a batch of vectors (``linalg.solve``).
     """
+
+    summary = OpSummary(
+        "batch dims",
+        whole="the matrices: every element of the result depends on all of theirs",
+    )
 
     def __init__(self, op_name: str, *, outputs: int = 1, vector: bool = False) -> None:
         super().__init__(op_name)
@@ -47,6 +53,11 @@ class Fourier(WholeDims):
     Args:
         rank: how many dims are transformed: 1 (``fft``), 2 (``fft2``), or 0 for those named, else all (``fftn``).
     """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded transformed dim: 1 all-to-all each way | the same",
+    )
 
     kernels_need_lines = True
 

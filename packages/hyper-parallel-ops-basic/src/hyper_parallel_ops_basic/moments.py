@@ -11,6 +11,7 @@ from hyper_parallel.call import Call, Signature
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 
 _WITH_FLAG = Signature("input, dim, unbiased, keepdim")
 
@@ -25,6 +26,11 @@ class Moments(Reduction):
         root: whether the root is taken (``std``).
         mean: whether the mean is returned too.
     """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded folded dim: 2 all-reduces | 1",
+    )
 
     signature = "input, dim=None, *, unbiased=True, correction=1, keepdim=False"
 

@@ -12,6 +12,7 @@ from hyper_parallel.call import Call, normal_dim, refuse
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy
 from hyper_parallel.wire import norm_op
@@ -19,24 +20,30 @@ from hyper_parallel.wire import norm_op
 from .autocast import widened
 from .extremes import local_extreme, tie_share, unfold
 
-# Parameters of the three functions, and the name of the one that is the order.
+# Parameters of the two functions, and the name of the one that is the order.
 _FORMS = {
     "vector": ("x, ord=2, dim=None, keepdim=False, *, dtype=None", "ord"),
     "torch": ("input, p=fro, dim=None, keepdim=False, out=None, dtype=None", "p"),
-    "linalg": ("A, ord=None, dim=None, keepdim=False, *, dtype=None", "ord"),
 }
 
 
 class VectorNorm(Reduction):
-    """``linalg.vector_norm``; ``torch.norm`` and ``linalg.norm`` where they are norms of vectors.
+    """``linalg.vector_norm``, and ``torch.norm`` but for the nuclear norm, which needs whole matrices.
 
     Without a gradient the ranks' norms stay pending (a p-norm of p-norms is one), so that gradient clipping, which
     takes the norm of many tensors' norms, costs one all-reduce for all. With a gradient it is reduced inside: one
     all-reduce, none backward (order inf: the number of ties).
 
     Args:
-        form: ``"vector"``, ``"torch"`` or ``"linalg"``: whose arguments it has.
+        form: ``"vector"`` or ``"torch"``: whose arguments it has.
     """
+
+    summary = OpSummary(
+        "every dim; a folded one leaves a pending norm",
+        pending="passes where its order is the same",
+        communicates="none; where a gradient is needed 1 all-reduce | none (order inf: 1)",
+        whole="orders of matrices with singular values (2, nuc), which depend on the whole matrix",
+    )
 
     floats_matter = True
 
@@ -61,12 +68,7 @@ class VectorNorm(Reduction):
             yield Strategy([S(d)], S(d - gone))
 
     def _is_matrix_norm(self, call: Call) -> bool:
-        order, dim = call.arg(self._order), call.arg("dim")
-        if order == "nuc":
-            return True
-        if self.form != "linalg" or order is None or order == "fro":
-            return False
-        return len(call.inputs[0].shape) == 2 if dim is None else isinstance(dim, (tuple, list)) and len(dim) == 2
+        return call.arg(self._order) == "nuc"
 
     def pending(self, call: Call) -> Iterable[Strategy]:
         p = self.order(call)

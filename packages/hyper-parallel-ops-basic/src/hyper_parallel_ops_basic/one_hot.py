@@ -11,7 +11,7 @@ from hyper_parallel import comm
 from hyper_parallel.call import Call
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -23,6 +23,12 @@ def one_hot_of(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
 
 class OneHot(FunctionOp):
     """``F.one_hot(tensor, num_classes)``; inferring the classes of a sharded tensor all-reduces one number."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="reduced first",
+        communicates="classes inferred from sharded ids: 1 all-reduce of a number",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         ids = args[0] if args else kwargs["tensor" if "tensor" in kwargs else "input"]
@@ -50,6 +56,10 @@ def number_of_classes(ids: DTensor) -> int:
 
 class OneHotOf(StrategyOp):
     """:func:`one_hot_of`."""
+
+    summary = OpSummary(
+        "every dim",
+    )
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         for d in range(len(call.inputs[0].shape)):

@@ -9,10 +9,17 @@ import torch.nn.functional as F
 
 from hyper_parallel.call import Call
 from hyper_parallel.families.moving import NOTHING, Moving
+from hyper_parallel.op import OpSummary
 
 
 class Pad(Moving):
     """``F.pad(input, pad, mode, value)``; padding with zeros is linear. Negative widths cut off."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes where the value is 0",
+        communicates="sharded padded dim: 1 all-to-all of the elements that change rank | the same",
+    )
 
     signature = "input, pad, mode=constant, value=None"
     floats_matter = True  # a pending sum passes when the value is zero

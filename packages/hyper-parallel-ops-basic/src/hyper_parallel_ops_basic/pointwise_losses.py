@@ -12,6 +12,7 @@ from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.reduction import mean_term
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -25,6 +26,11 @@ class PointwiseLoss(StrategyOp):
         signature: parameter names of the function.
         weighted_mean: whether a mean with ``weight`` divides by the sum of weights, which is all-reduced with the sum.
     """
+
+    summary = OpSummary(
+        "every dim, operands alike; a mean or sum leaves a pending sum",
+        communicates="none; a weighted mean 1 all-reduce of two numbers",
+    )
 
     def __init__(self, op_name: str, *, signature: str, weighted_mean: bool = False) -> None:
         self.signature = signature

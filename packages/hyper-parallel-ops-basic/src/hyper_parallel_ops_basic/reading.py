@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 
 
 class Read(FunctionOp):
@@ -21,6 +21,12 @@ class Read(FunctionOp):
     Args:
         keeps_grad_check: hand a tensor that requires a gradient on as such, for PyTorch's own error (``numpy``).
     """
+
+    summary = OpSummary(
+        "every dim",
+        pending="reduced first",
+        communicates="1 all-gather: the value is wanted on every rank",
+    )
 
     def __init__(self, op_name: str, *, keeps_grad_check: bool = False) -> None:
         super().__init__(op_name)

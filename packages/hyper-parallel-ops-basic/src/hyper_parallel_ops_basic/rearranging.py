@@ -10,7 +10,7 @@ import torch
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.families.moving import Moving, pending_rows
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import PackedShard, Partial
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -23,6 +23,12 @@ class Flip(Moving):
     Args:
         dims: the dimensions, when the function has no argument for them.
     """
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+        communicates="sharded flipped dim: 1 all-to-all of the elements that change rank | the same",
+    )
 
     signature = "input, *dims"
 
@@ -39,6 +45,13 @@ class Flip(Moving):
 
 class Roll(Moving):
     """``roll(x, shifts, dims)``; without dims the flattened tensor is rolled, which keeps no dimension."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+        communicates="sharded rolled dim: 1 all-to-all of the elements that change rank | the same",
+        whole="a roll of the flattened tensor, which keeps no dim",
+    )
 
     signature = "input, shifts, dims=None"
 
@@ -65,6 +78,12 @@ class Roll(Moving):
 
 class Repeat(StrategyOp):
     """``repeat`` and ``tile``: whole copies side by side, which along a sharded dimension are packed sections."""
+
+    summary = OpSummary(
+        "every dim; a repeated one, on one axis, becomes `PackedShard`",
+        pending="passes, of any kind",
+        whole="a repeated dim that several axes shard",
+    )
 
     signature = "input, *sizes"
 
@@ -98,6 +117,13 @@ class RepeatInterleave(FunctionOp):
     A tensor of repeats without ``output_size`` is summed first: all ranks must call it.
     """
 
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+        communicates="sharded repeated dim: 1 all-to-all of the elements that change rank | the same",
+        whole="a dim that a tensor of repeats changes: where an element goes depends on the data",
+    )
+
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)
 
@@ -116,6 +142,13 @@ class Repeated(Moving):
 
     A tensor of repeats is data: that dim is whole.
     """
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+        communicates="sharded repeated dim: 1 all-to-all of the elements that change rank | the same",
+        whole="a dim that a tensor of repeats changes: where an element goes depends on the data",
+    )
 
     signature = "input, repeats, dim, output_size"
 

@@ -12,7 +12,7 @@ from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.in_place import before_write
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import Replicate
 from hyper_parallel.random import check_generators, draw, embedded, local_part
 from hyper_parallel.spec import contiguous_stride, make_spec
@@ -25,6 +25,11 @@ class FillRandomly(FunctionOp):
     The function runs on a tensor of the global shape, so whatever it derives from the shape (fan in) is right, and
     every rank copies its part into the target. A pending target holds the numbers once.
     """
+
+    summary = OpSummary(
+        "every dim; each element as on one device",
+        pending="stays: the numbers count once",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = next((n for n in ("tensor", "self", "input") if n in kwargs), None)
@@ -58,6 +63,11 @@ def _whole(value: Any) -> Any:
 class RandomLike(FunctionOp):
     """``rand_like``, ``randn_like``, ``randint_like``: laid out like the model, Replicate where that is pending."""
 
+    summary = OpSummary(
+        "every dim; each element as on one device",
+        pending="becomes whole",
+    )
+
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         model = args[0] if args else kwargs.pop("input")
@@ -77,6 +87,11 @@ class RandomLike(FunctionOp):
 class Bernoulli(FunctionOp):
     """``bernoulli(input)``: each element's probability; with ``p`` only shape and dtype of the tensor are read."""
 
+    summary = OpSummary(
+        "every dim; each element as on one device",
+        pending="reduced first",
+    )
+
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         chances, *rest = args if args else [kwargs["input"]]
         options = {name: value for name, value in kwargs.items() if name != "input"}
@@ -95,6 +110,12 @@ class Bernoulli(FunctionOp):
 
 class Multinomial(FunctionOp):
     """``multinomial(input, num_samples)``: rows may be sharded, categories are redistributed as the policy allows."""
+
+    summary = OpSummary(
+        "rows",
+        pending="reduced first",
+        whole="the categories: a draw depends on all of them",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         weights, *rest = args if args else [kwargs["input"]]

@@ -11,6 +11,7 @@ from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Partial
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -28,6 +29,13 @@ class Scan(StrategyOp):
         join: function of two running results (``add``).
         linear: whether a pending sum passes.
     """
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes where linear (`cumsum`)",
+        communicates="sharded scanned dim: 1 all-gather of one slice per rank | 1 reduce-scatter",
+        whole="a packed dim, whose pieces do not follow one another",
+    )
 
     signature = "input, dim, *, dtype=None"
 
@@ -73,6 +81,12 @@ class RunningExtreme(StrategyOp):
     Args:
         op: ``"max"`` or ``"min"``.
     """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded scanned dim: 2 all-gathers of one slice per rank | 1 reduce-scatter",
+        whole="a packed dim, whose pieces do not follow one another",
+    )
 
     signature = "input, dim"
 

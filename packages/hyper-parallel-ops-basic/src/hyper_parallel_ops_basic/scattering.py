@@ -14,6 +14,7 @@ import torch
 from hyper_parallel.call import Call
 from hyper_parallel.families.held_indices import HeldIndices
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
@@ -91,6 +92,12 @@ class _Write(StrategyOp):
 class IndexWrite(_Write):
     """``index_add``, ``index_copy``, ``index_fill``, ``index_reduce``: whole rows, by a vector of indices."""
 
+    summary = OpSummary(
+        "every dim, the written one too; sources along it leave a pending sum where they are added",
+        pending="passes through target and source together, where linear",
+        whole="sources along the written dim that do not add: their order decides",
+    )
+
     signature = "input, dim, index, source, reduce, *, alpha=1, include_self=True"
     source = "source"
 
@@ -106,6 +113,10 @@ class IndexWrite(_Write):
 class IndexFill(IndexWrite):
     """``index_fill(input, dim, index, value)``."""
 
+    summary = OpSummary(
+        "every dim, the written one too",
+    )
+
     signature = "input, dim, index, value"
     source = "value"
 
@@ -115,6 +126,12 @@ class IndexFill(IndexWrite):
 
 class Scatter(_Write):
     """``scatter``, ``scatter_add``, ``scatter_reduce``: single elements, by a tensor of indices."""
+
+    summary = OpSummary(
+        "every dim, the written one too; sources along it leave a pending sum where they are added",
+        pending="passes through target and source together, where linear",
+        whole="sources along the written dim that do not add: their order decides",
+    )
 
     signature = "input, dim, index, src, reduce, *, value, include_self=True"
     source = "src"

@@ -17,7 +17,7 @@ from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.elementwise import Elementwise, broadcast_shape
 from hyper_parallel.families.over_axes import global_indices
 from hyper_parallel.layout import Layout
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.strategy import LayoutOp, Strategy
 
@@ -29,6 +29,11 @@ from .picking import Picked
 class NonZero(LayoutOp):
     """``nonzero`` and ``argwhere``: the global indices of the elements that are not 0."""
 
+    summary = OpSummary(
+        "every dim; the result is spread over the same axes",
+        communicates="1 or 2 all-gathers of counts and indices, 1 all-to-all of the results",
+    )
+
     signature = "input, *, as_tuple=False"
 
     def solve(self, call: Call) -> Solution:
@@ -39,6 +44,13 @@ class NonZero(LayoutOp):
 
 class Where(Elementwise):
     """``where(condition, a, b)``; with a condition alone it is ``nonzero`` as a tuple."""
+
+    def __init__(self, op_name: str) -> None:
+        super().__init__(op_name)
+        self.summary = OpSummary(
+            "every dim, operands alike; broadcast dims stay whole",
+            communicates="none; with a condition alone as `nonzero`",
+        )
 
     @staticmethod
     def _finds(call: Call) -> bool:
@@ -84,6 +96,12 @@ def _known(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.T
 
 class MaskedSelect(FunctionOp):
     """``masked_select(input, mask)``: what ``input[mask]`` gives after broadcasting."""
+
+    summary = OpSummary(
+        "every dim; as `input[mask]`",
+        pending="passes, of any kind",
+        communicates="as `input[mask]`",
+    )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         named = dict(zip(("input", "mask"), args, strict=False)) | kwargs

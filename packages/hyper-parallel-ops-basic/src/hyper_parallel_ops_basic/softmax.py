@@ -11,6 +11,7 @@ from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import widened
@@ -27,6 +28,11 @@ class Softmax(StrategyOp):
         log: whether the logarithm is returned.
         sign: -1 for ``softmin``.
     """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded dim: 2 all-reduces of one number per row | 1",
+    )
 
     def __init__(self, op_name: str, *, log: bool = False, sign: int = 1) -> None:
         super().__init__(op_name)
@@ -76,6 +82,11 @@ def shifted(x: torch.Tensor, over: OverAxes, dim: int | tuple[int, ...]) -> tupl
     return x - top, top
 
 
+def softmax_over(x: torch.Tensor, over: OverAxes, dim: int) -> torch.Tensor:
+    """``x.softmax(dim)``, of which ``over`` are the mesh axes that shard that dim."""
+    return _Softmax.apply(x, over, dim) if over else x.softmax(dim)
+
+
 class _Softmax(torch.autograd.Function):
     """``softmax`` along a sharded dim; keeps only the result."""
 
@@ -115,6 +126,11 @@ class _LogSoftmax(torch.autograd.Function):
 
 class LogSumExp(Reduction):
     """``logsumexp``: two small all-reduces over sharded dims, none backward."""
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded folded dim: 2 all-reduces | none",
+    )
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]

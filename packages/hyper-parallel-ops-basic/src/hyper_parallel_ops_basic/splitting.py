@@ -18,6 +18,7 @@ from hyper_parallel.call import Call, Solution, normal_dim, refuse
 from hyper_parallel.families.moving import Move, indices_of, plain
 from hyper_parallel.families.ranges import Kept, keep_range
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Replicate, on_dim
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING
@@ -30,6 +31,13 @@ class Split(LayoutOp):
     Args:
         dim: dimension, when the function has no argument for it.
     """
+
+    summary = OpSummary(
+        "every dim; pieces that stay in place are views",
+        pending="passes, of any kind",
+        communicates="pieces that do not stay in place: 1 all-to-all of what changes rank, for all together | the same",
+        whole="sections that overlap",
+    )
 
     makes_views = True
 
@@ -102,6 +110,13 @@ def _cut(x: torch.Tensor, slices: list[slice], dim: int) -> tuple[torch.Tensor, 
 
 class Unbind(LayoutOp):
     """``unbind``. Of a sharded dimension every result lies on one rank and is wanted on all: one all-gather."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+        communicates="sharded unbound dim: 1 all-gather | slice",
+        whole="the unbound dim: every result lies on one rank and is wanted on all",
+    )
 
     makes_views = True
 

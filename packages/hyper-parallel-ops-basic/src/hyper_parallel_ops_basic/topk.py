@@ -10,6 +10,7 @@ import torch
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import R, S, Strategy
 
 from .along_dim import AlongDim
@@ -21,6 +22,11 @@ class TopK(AlongDim):
     Over a sharded dim one all-gather of ``k`` candidates per rank, with their global indices, and none backward; the
     result is sorted whatever ``sorted`` says. (Fewer bytes than whole lines, as ``k`` is small.)
     """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded dim: 1 all-gather of k candidates per rank | none",
+    )
 
     def __init__(self, op_name: str) -> None:
         super().__init__(op_name, signature="input, k, dim=-1, largest=True, sorted=True", outputs=2)

@@ -11,11 +11,17 @@ from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call
 from hyper_parallel.families.moving import pending_rows
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 
 class Triangle(StrategyOp):
     """``tril`` and ``triu``: the diagonal is that of the global matrix."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+    )
 
     signature = "input, diagonal=0"
 

@@ -15,6 +15,7 @@ from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, on_dim
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
@@ -30,6 +31,12 @@ class Unique(LayoutOp):
     ranks' numbers of values, one of the values, and for the counts one all-reduce. Slices along ``dim`` are values of
     which every rank sees only a part, unless that dim alone is sharded.
     """
+
+    summary = OpSummary(
+        "every dim; the values come out whole, the inverse like the input",
+        communicates="2 all-gathers, of counts and of the ranks' distinct values; for counts 1 all-reduce",
+        whole="with `dim`, the other dims: rows are compared as a whole",
+    )
 
     signature = "input, sorted=True, return_inverse=False, return_counts=False, dim=None"
 
@@ -90,6 +97,10 @@ def _wrapped(local: torch.Tensor, layout: Layout, shape: Sequence[int] | None = 
 class IsIn(StrategyOp):
     """``isin(elements, test_elements)``: sharded elements stay so; of sharded test elements each rank knows some."""
 
+    summary = OpSummary(
+        "every dim; test elements leave a pending max",
+    )
+
     signature = "elements, test_elements, *, assume_unique=False, invert=False"
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
@@ -110,6 +121,10 @@ class SearchSorted(StrategyOp):
     Args:
         sequence: name of the argument that is the sorted sequence; ``signature`` has it and ``values``.
     """
+
+    summary = OpSummary(
+        "every dim of the values; a sharded sequence leaves a pending sum",
+    )
 
     def __init__(self, op_name: str, *, signature: str, sequence: str, values: str) -> None:
         self.signature = signature
@@ -134,6 +149,11 @@ class CDist(StrategyOp):
 
     Batch dims and rows of either may be sharded. Sharded features: the norm of the ranks' distances, one all-gather.
     """
+
+    summary = OpSummary(
+        "batch dims, rows of either, features",
+        communicates="sharded features: 1 all-gather of the distances | slice",
+    )
 
     signature = "x1, x2, p=2.0, compute_mode=None"
     floats_matter = True

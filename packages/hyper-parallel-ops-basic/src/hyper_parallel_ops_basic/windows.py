@@ -12,6 +12,7 @@ from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.families.held_indices import HeldIndices, one_row_more
 from hyper_parallel.families.moving import Move, indices_of, pending_rows, plain
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .gathering import pending_lookup
@@ -23,6 +24,12 @@ class Unfold(StrategyOp):
     Along a sharded dim every rank gets its share of the windows: one all-to-all of what crosses the borders. The result
     is then a copy.
     """
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+        communicates="sharded windowed dim: 1 all-to-all of the elements that change rank | the same",
+    )
 
     signature = "input, dimension, size, step"
 
@@ -69,6 +76,11 @@ class Diagonal(StrategyOp):
     Args:
         last: whether the matrix lies in the last two dims by default (``torch.linalg.diagonal``).
     """
+
+    summary = OpSummary(
+        "every dim; those of the matrix leave a pending sum (bool: max)",
+        pending="passes, of any kind",
+    )
 
     signature = "input, offset=0, dim1=0, dim2=1"
 

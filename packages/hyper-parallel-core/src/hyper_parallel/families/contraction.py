@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.call import Call
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
@@ -83,6 +84,11 @@ def matmul_labels(a: int, b: int) -> tuple[str, str, str]:
 class MatMul(StrategyOp):
     """``matmul``, ``mm``, ``bmm``, ``mv``, ``dot`` and ``@``."""
 
+    summary = OpSummary(
+        "batch dims, rows, columns; a sharded summed dim leaves a pending sum",
+        pending="passes through one factor",
+    )
+
     scalars_matter = False
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
@@ -103,6 +109,11 @@ class AddMatMul(StrategyOp):
         batch_sum: whether the batch dimension is summed away (``addbmm``).
     """
 
+    summary = OpSummary(
+        "batch dims, rows, columns; a sharded summed dim leaves a pending sum",
+        pending="passes through the addend together with one factor",
+    )
+
     signature = "input, a, b, *, beta=1, alpha=1"
     scalars_matter = False
 
@@ -120,6 +131,11 @@ class AddMatMul(StrategyOp):
 
 class Linear(StrategyOp):
     """``F.linear(input, weight, bias)``."""
+
+    summary = OpSummary(
+        "batch dims, output features; sharded input features leave a pending sum",
+        pending="passes through one factor",
+    )
 
     signature = "input, weight, bias=None"
 
@@ -147,6 +163,12 @@ class Linear(StrategyOp):
 class Einsum(StrategyOp):
     """``torch.einsum`` with an equation; ``...`` stands for leading batch dims. A dim whose label occurs twice in one
     operand (a diagonal) is whole."""
+
+    summary = OpSummary(
+        "every label; a summed one leaves a pending sum",
+        pending="passes through one factor",
+        whole="a diagonal (a label twice in one operand): no shard of either dim holds it",
+    )
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         operands, output = einsum_labels(call.args[0], [len(s.shape) for s in call.inputs])

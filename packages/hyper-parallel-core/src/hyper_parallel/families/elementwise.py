@@ -10,10 +10,17 @@ import torch
 
 from hyper_parallel.call import Call
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 Linear = Literal["no", "each", "sum", "first"]
+_PENDING: dict[Linear, str] = {
+    "no": "reduced first",
+    "each": "passes through one factor",
+    "sum": "passes when every tensor is pending; a number counts once",
+    "first": "passes",
+}
 
 
 class Elementwise(StrategyOp):
@@ -33,6 +40,7 @@ class Elementwise(StrategyOp):
     def __init__(self, op_name: str, *, linear: Linear = "no", outputs: int = 1) -> None:
         super().__init__(op_name)
         self.linear, self.outputs = linear, outputs
+        self.summary = OpSummary("every dim, operands alike; broadcast dims stay whole", _PENDING[linear])
 
     def num_outputs(self, call: Call) -> int:
         return self.outputs

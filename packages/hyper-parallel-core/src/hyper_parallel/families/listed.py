@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.call import Call
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -36,6 +37,8 @@ class Listed(StrategyOp):
         self.signature = signature
         super().__init__(op_name)
         self.rows, self.outputs = rows, outputs
+        together = ("; ".join(f"{n} {d}" for n, d in row.items() if n != "out") for row in rows)
+        self.summary = OpSummary(f"dims {' or '.join(together)}")
 
     def num_outputs(self, call: Call) -> int:
         return self.outputs

@@ -11,6 +11,7 @@ import torch
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -92,6 +93,8 @@ class Sum(Reduction):
     def __init__(self, op_name: str, *, op: str = "sum", linear: bool = False) -> None:
         super().__init__(op_name)
         self.op, self.linear = op, linear
+        passes = "passes" if linear else "reduced first"
+        self.summary = OpSummary(f"every dim; a folded one leaves a pending {op}", passes)
 
     def folded_output(self, call: Call) -> Placement:
         return Partial(self.op)
@@ -102,6 +105,11 @@ class Sum(Reduction):
 
 class Mean(Reduction):
     """``mean``: the local sum over the *global* count, a pending sum that is exact for uneven shards."""
+
+    summary = OpSummary(
+        "every dim; a folded one leaves a pending sum",
+        pending="passes",
+    )
 
     def folded_output(self, call: Call) -> Placement:
         return Partial()
@@ -129,6 +137,11 @@ def mean_term(
 
 class Product(Reduction):
     """``prod``: a pending product; reduced inside where a gradient is needed, which no pending product carries."""
+
+    summary = OpSummary(
+        "every dim; a folded one leaves a pending product",
+        communicates="none; where a gradient is needed 1 all-gather of the products | slice",
+    )
 
     def folded_output(self, call: Call) -> Placement:
         return Replicate() if call.needs_grad[0] else Partial("product")

@@ -13,6 +13,7 @@ import torch
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution, normal_dim, refuse
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Placement, Replicate, Shard, on_dim
 from hyper_parallel.strategy import LayoutOp
 
@@ -54,6 +55,12 @@ class Reshape(LayoutOp):
     the new dims outermost first; flattening a sharded inner dim gives a :class:`PackedShard`. Pending reductions pass.
     """
 
+    summary = OpSummary(
+        "every dim whose shards fall on bounds of the new dims (a flattened inner dim becomes `PackedShard`)",
+        pending="passes, of any kind",
+        whole="shards that fall between bounds of the new dims: no layout describes the result",
+    )
+
     # view_as and reshape_as read only the shape of the second tensor.
     uncounted = (1,)
     makes_views = True
@@ -83,6 +90,11 @@ def is_alias(result: torch.Tensor, source: torch.Tensor) -> bool:
 
 class Contiguous(LayoutOp):
     """``contiguous``: the tensor itself where the global one is contiguous, else a copy on every rank."""
+
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+    )
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
@@ -258,6 +270,11 @@ class DimMap(LayoutOp):
         kind: which argument form the function has.
     """
 
+    summary = OpSummary(
+        "every dim",
+        pending="passes, of any kind",
+    )
+
     makes_views = True
 
     def __init__(self, op_name: str, *, kind: str) -> None:
@@ -324,6 +341,12 @@ _KINDS: dict[str, Callable[[Call, int], list[int]]] = {
 class Expand(LayoutOp):
     """``expand``, ``expand_as``, ``broadcast_to``: dims of size 1 grow, new dims come in front."""
 
+    summary = OpSummary(
+        "every dim that does not grow",
+        pending="passes, of any kind",
+        whole="a sharded dim of size 1 that grows",
+    )
+
     uncounted = (1,)
     makes_views = True
 
@@ -348,6 +371,12 @@ class Expand(LayoutOp):
 
 class Complex(LayoutOp):
     """``view_as_complex`` and ``view_as_real``: the last dim of size 2, real and imaginary parts, is never sharded."""
+
+    summary = OpSummary(
+        "every dim but that of the real and imaginary parts",
+        pending="passes, of any kind",
+        whole="real and imaginary parts on different ranks make no number",
+    )
 
     makes_views = True
 
