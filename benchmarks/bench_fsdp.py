@@ -4,22 +4,20 @@ The model is a stack of Transformer layers, each wrapped, then the whole. Aims: 
 less than half of its host overhead, no slower steps.
 
 Host overhead is CPU time per forward and backward above that of the plain model, contenders in interleaved blocks.
-Steps on gloo are wall time, both contenders in turn in the same processes; the median counts. Memory is what a
-step needs at its peak above what is there between steps, as Linux counts it, in processes of its own.
+Steps on gloo are wall time, both contenders in turn in the same processes; the median counts. Memory is the highest sum of
+what a step has allocated and not freed, by torch's own count.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
-import gc
+import itertools
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ import torch.distributed as dist
 from timing import interleaved, start_fake_ranks, table
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel import fully_shard, init_device_mesh
@@ -100,23 +99,25 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def status(name: str) -> int:
-    """A number of this process, in KiB."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1])
+def peak_of(step: Callable[[], object]) -> int:
+    """Bytes that a step holds at its peak above what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
-def on_rank(rank: int, world_size: int, store: str, names: list[str], steps: int, answers: Any) -> None:
-    """Train the named contenders in turn; rank 0 answers with what it measured."""
+def on_rank(rank: int, world_size: int, store: str, steps: int, answers: Any) -> None:
+    """Train the contenders in turn; rank 0 answers with what it measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     plain = Model(layers=4, width=256, words=1024)
     ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(rank))
-    models = {name: wrapped(copy.deepcopy(plain), CONTENDERS[name], world_size) for name in names}
-    del plain
+    models = {name: wrapped(copy.deepcopy(plain), shard, world_size) for name, shard in CONTENDERS.items()}
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01, foreach=False) for name, model in models.items()}
-    found: dict[str, Any] = {name: {"times": []} for name in names}
+    found: dict[str, Any] = {name: {"times": []} for name in models}
     for step in range(steps + 2):
         for name, model in models.items():
             dist.barrier()
@@ -131,41 +132,30 @@ def on_rank(rank: int, world_size: int, store: str, names: list[str], steps: int
             optimizers[name].zero_grad()
             if step > 1:
                 found[name]["times"].append(time.perf_counter() - start)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps for later is not in use
-    rest = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
-    models[names[0]](ids).square().mean().backward()
-    peak = status("VmHWM") - rest
+    for name, model in models.items():
+        found[name]["peak"] = peak_of(lambda: model(ids).square().mean().backward())  # noqa: B023
     if rank == 0:
-        answers.put((found, peak))
+        answers.put(found)
     dist.destroy_process_group()
 
 
-def measured(world_size: int, names: list[str], steps: int) -> tuple[dict[str, Any], int]:
+def on_gloo(world_size: int, steps: int = 15) -> None:
+    """Both in the same processes."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, os.path.join(folder, "store"), names, steps, answers)
+        arguments = (world_size, os.path.join(folder, "store"), steps, answers)
         ranks = [context.Process(target=on_rank, args=(rank, *arguments)) for rank in range(world_size)]
         for process in ranks:
             process.start()
-        found, peak = answers.get()
+        found = answers.get()
         for process in ranks:
             process.join()
-    return found, peak
-
-
-def on_gloo(world_size: int) -> None:
-    """Both in the same processes, then each alone for its memory."""
-    found, _ = measured(world_size, list(CONTENDERS), steps=15)
     rows: list[list[object]] = []
     for name, one in found.items():
-        _, peak = measured(world_size, [name], steps=2)
         times = sorted(one["times"])
-        rows.append(
-            [name, statistics.median(times) * 1e3, times[0] * 1e3, one["count"], one["nbytes"] / 2**20, peak / 2**10]
-        )
+        sent, peak = one["nbytes"] / 2**20, one["peak"] / 2**20
+        rows.append([name, statistics.median(times) * 1e3, times[0] * 1e3, one["count"], sent, peak])
     title = f"training step, {world_size} gloo ranks, 4 layers, 3.7 M parameters"
     table(title, ["", "median ms", "least ms", "collectives", "MiB sent", "peak MiB"], rows)
 

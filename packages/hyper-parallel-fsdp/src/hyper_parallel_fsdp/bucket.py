@@ -90,7 +90,8 @@ class Bucket:
     def _start_gather(self) -> None:
         self.gathered = False
         self._versions = self._version_sum()
-        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        if self._direct:
+            self._allocate()
         source = self.shards.to(self.device, self.dtype, non_blocking=True)
         if self.members == 1:
             self.whole.copy_(source)
@@ -109,6 +110,7 @@ class Bucket:
         with torch.no_grad():
             work.wait()
             if not self._direct:
+                self._allocate()  # not earlier: what is gathered ahead of its use takes this memory once
                 self._scatter_rows(out.view(self.members, -1))
         self.gathered = True
 
@@ -135,9 +137,14 @@ class Bucket:
             self._ones = torch.ones(self.members, count, dtype=dtype, device=self.device)
         return self._ones
 
+    def _allocate(self) -> None:
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+
     def free(self) -> None:
         """Give back the memory of the whole parameters."""
-        self.finish_gather()
+        if self._work is not None:  # gathered ahead and not used
+            self._work[0].wait()
+            self._work = None
         if not self.in_place:
             self.whole.untyped_storage().resize_(0)
             self.gathered = False

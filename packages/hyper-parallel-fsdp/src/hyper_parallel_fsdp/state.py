@@ -49,6 +49,11 @@ class Call:
         self.watched = True
         if len(tensors) == 1:
             handle: Any = tensors[0].register_hook(self._close)
+            # Before what the module below does with the same gradient: free and reduce, then gather. (Put in anew, as
+            # the engine does not see move_to_end.)
+            hooks: Any = tensors[0]._backward_hooks
+            for key in [k for k in hooks if k != handle.id]:
+                hooks[key] = hooks.pop(key)
         else:
             handle = register_multi_grad_hook(tensors, self._close)
         if any(t.is_leaf for t in tensors):  # else the hook goes with the graph
