@@ -4,8 +4,8 @@ The model is a stack of Transformer layers, each wrapped, then the whole. Aims: 
 less than half of its host overhead, no slower steps.
 
 Host overhead is CPU time per forward and backward above that of the plain model, contenders in interleaved blocks.
-Steps on gloo are wall time, both contenders in turn in the same processes; the median counts. Memory is the highest sum of
-what a step has allocated and not freed, by torch's own count.
+Steps on gloo are wall time, both contenders in turn in the same processes; the median counts. Memory is the highest sum
+of what a step has allocated and not freed, by torch's own count.
 """
 
 from __future__ import annotations
