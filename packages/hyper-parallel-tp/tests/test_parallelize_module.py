@@ -109,7 +109,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"layers\.0\.mpl\.up.*means no module.*did you mean.*layers\.0\.mlp\.up"):
         parallelize_module(model, tp_mesh(), {"layers.0.mpl.up": ColwiseParallel()})
     with pytest.raises(ValueError, match="'atention' means no module"):
-        parallelize_module(model, tp_mesh(), {"layers.*": {"atention": ColwiseParallel()}})
+        parallelize_module(model, tp_mesh(), {"head": ColwiseParallel(), "layers.*": {"atention": ColwiseParallel()}})
     with pytest.raises(TypeError, match=r"for 'layers\.\*' takes a ParallelStyle.*got str"):
         parallelize_module(model, tp_mesh(), {"layers.*": "colwise"})
     with pytest.raises(TypeError, match=r"ColwiseParallel splits nn\.Linear and nn\.Embedding.*got RMSNorm"):

@@ -73,17 +73,16 @@ class Boundary:
         """Where a tensor in this layout has to go, and the axes on which its gradient is wanted in terms."""
         current = value.layout
         wanted = self._layout(self.declared, current.ndim)
+        names = wanted.info.names
         if wanted.info is not current.info:
             if current.info.axes_beyond(wanted.info) is None:
                 value.redistribute(wanted)  # says what is wrong
-            names = wanted.info.names
             wanted = current.with_placements(
                 {current.info.axis(n): p for n, p in zip(names, wanted.placements, strict=True)}
             )
-        sharded = _sharded_axes(self.user) if self.user is not None else set()
-        axes = frozenset(
-            a for a, name in enumerate(wanted.info.names) if name in sharded and is_replicate(wanted.placements[a])
-        )
+        sharded = _sharded_axes(self.user).intersection(names) if self.user is not None else set()
+        axes = frozenset(wanted.info.axis(name) for name in sharded)
+        axes = frozenset(a for a in axes if is_replicate(wanted.placements[a]))
         self._known[current] = wanted, axes
         return self._known[current]
 
@@ -158,12 +157,9 @@ NOT_COMPILED = (
 def replicate_plain_inside(module: nn.Module) -> None:
     """Make plain tensors that meet DTensors inside the module's forward (buffers, masks, position ids) count as
     Replicate."""
-    inner = module.forward
-    if getattr(inner, "_replicates_plain", False):
+    if getattr(module.forward, "_replicates_plain", False):
         return
-    # A bound method and not a closure over the module, so that copy.deepcopy binds it to the copy.
-    bound = isinstance(inner, types.MethodType) and inner.__self__ is module
-    function = inner.__func__ if isinstance(inner, types.MethodType) and bound else lambda _, *a, **k: inner(*a, **k)
+    function = forward_function(module)
 
     def replicating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if state.mode.replicate_plain:
@@ -177,6 +173,25 @@ def replicate_plain_inside(module: nn.Module) -> None:
             return torch.compiler.disable(replicating, reason=NOT_COMPILED)(self, *args, **kwargs)
         return replicating(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, function if bound else inner)
+    functools.update_wrapper(forward, function)
     forward._replicates_plain = True  # type: ignore[attr-defined]
-    module.forward = types.MethodType(forward, module)
+    set_forward(module, forward)
+
+
+def forward_function(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward as a function of the module and its inputs."""
+    inner = module.forward
+    if isinstance(inner, types.MethodType) and inner.__self__ is module:
+        return inner.__func__
+
+    @functools.wraps(inner)
+    def function(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return function
+
+
+def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let ``function(module, *inputs)`` be the module's forward: as a bound method and not as a closure over the
+    module, so that ``copy.deepcopy`` binds it to the copy."""
+    module.forward = types.MethodType(function, module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Partial, Placement, Replicate
-from hyper_parallel.boundary import Boundary, map_dtensors
+from hyper_parallel.boundary import Boundary, forward_function, map_dtensors, set_forward
 from hyper_parallel.distribute import replicate_rest
 from hyper_parallel.placements import is_replicate
 from hyper_parallel_tp.style import ParallelStyle
@@ -41,8 +41,9 @@ class LocalCompute(ParallelStyle):
         replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
         enter = Boundary([Replicate()], device_mesh)
         leave = Boundary([self.output_layouts], device_mesh, given=[Partial()])
-        inner = module.forward.__func__  # type: ignore[attr-defined]
+        inner = forward_function(module)
 
+        @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             def local(value: Any) -> Any:
                 return map_dtensors(enter(value), _own_term)
@@ -51,7 +52,7 @@ class LocalCompute(ParallelStyle):
                 output = inner(self, *map(local, args), **{name: local(value) for name, value in kwargs.items()})
             return leave(output) if not isinstance(output, tuple) else type(output)(map(leave, output))
 
-        module.forward = types.MethodType(forward, module)
+        set_forward(module, forward)
         return module
 
 

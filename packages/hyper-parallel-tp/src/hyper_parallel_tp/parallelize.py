@@ -67,7 +67,7 @@ def parallelize_module(
     if isinstance(plan, ShardingPlan):
         shard_module(planned, mesh, plan, src_data_rank=src_data_rank)
         return module
-    for target, style in _styled(planned, plan):
+    for target, style in list(_styled(planned, plan)):  # a plan with a mistake changes nothing
         with _ties_kept(module):
             style = copy.copy(style)
             style.src_data_rank = src_data_rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Placement, Replicate, Shard
-from hyper_parallel.boundary import Boundary
+from hyper_parallel.boundary import Boundary, set_forward
 from hyper_parallel.distribute import replicate_rest
 from hyper_parallel_tp.call_hooks import change_inputs, change_outputs
 from hyper_parallel_tp.local_outputs import local_piece
@@ -77,8 +76,7 @@ class _ProjectionStyle(ParallelStyle):
         change_outputs(module, [change_output])
         if self.overlap_pieces is not None:
             style = self
-            # A bound method and not a closure over the module, so that copy.deepcopy binds it to the copy.
-            module.forward = types.MethodType(lambda layer, input: style._overlapped(input, layer), module)
+            set_forward(module, lambda layer, input: style._overlapped(input, layer))
         return module
 
     def _place_adapters(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
