@@ -26,6 +26,10 @@ FAMILIES = {
     "Cohere": {},  # a parallel block, logits scaled
     "Starcoder2": {},  # biases
     "Qwen3Moe": {"num_experts": 4, "decoder_sparse_step": 1, **EXPERTS},
+    "Qwen2Moe": {"num_experts": 4, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 16, **EXPERTS},
+    "Glm4Moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
+    "Apertus": {},  # an activation with parameters
+    "Nemotron": {},  # LayerNorm1P, squared ReLU
     "Mixtral": {"num_local_experts": 4, "intermediate_size": 16},
     "DeepseekV3": {
         "n_routed_experts": 4,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel import CommTrace, DTensor, init_device_mesh, parallelize_module
+from hyper_parallel import CommTrace, DTensor, ParallelDims, init_device_mesh, parallelize_module
 from hyper_parallel_tp.plans import llama3_plan, qwen3_plan
 
 transformers = pytest.importorskip("transformers")
@@ -47,49 +47,48 @@ def batches(steps=3, rows=4):
         yield ids, labels
 
 
-def train(model, mesh=None):
-    """Losses of three steps; over a mesh with a data axis every data rank takes its rows and gradients are averaged."""
+def train(model, data=None, average=False):
+    """Losses of three steps. Every rank of the data mesh takes its rows; ``average`` averages the gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    ranks, index = (1, 0) if data is None else (data.size(), data.get_local_rank())
     losses = []
     for ids, labels in batches():
-        group, ranks, index = None, 1, 0
-        if mesh is not None and mesh.ndim == 2:
-            data = mesh[mesh.mesh_dim_names[0]]
-            group, ranks, index = data.get_group(), data.size(), data.get_local_rank()
         mine = slice(index * len(ids) // ranks, (index + 1) * len(ids) // ranks)
         loss = model(input_ids=ids[mine], labels=labels[mine]).loss
         loss.backward()
-        mean = torch.tensor(loss.item())
-        if group is not None:
-            if "dp" in mesh.mesh_dim_names:  # fully_shard does it by itself
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad.to_local(), group=group)
-                    parameter.grad.to_local().div_(ranks)
-            dist.all_reduce(mean, group=group)
+        if average:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad.to_local(), group=data.get_group())
+                parameter.grad.to_local().div_(ranks)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        mean = torch.tensor(loss.item())
+        if data is not None:
+            dist.all_reduce(mean, group=data.get_group())
         losses.append(mean.item() / ranks)
     return losses
 
 
-def check_training(family, plan_options, shape, data="dp", **changes):
-    names = (data, "tp")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+def check_training(family, plan_options, dims, fsdp=False, **changes):
     model = build(family, **changes)
     twin = copy.deepcopy(model)
     plan = None if plan_options is None else PLANS[family](**plan_options)
-    parallelize_module(model, mesh["tp"] if len(shape) > 1 else mesh, plan)
+    parallelize_module(model, dims.get_mesh("tp"), plan)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == changes.get("tie_word_embeddings", False)
-    if data == "fsdp":
+    if fsdp:
         from hyper_parallel import fully_shard
 
+        over = dims.get_mesh(("dp_replicate", "fsdp") if dims.dp_replicate > 1 else "fsdp")
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh["fsdp"])
-        fully_shard(model, mesh=mesh["fsdp"])
-        assert all(p.device_mesh.mesh_dim_names == ("fsdp", "tp") for p in model.parameters())
-    found, want = train(model, mesh), train(twin)
+            fully_shard(layer, mesh=over)
+        fully_shard(model, mesh=over)
+        assert all("fsdp" in p.device_mesh.mesh_dim_names for p in model.parameters())
+    found, want = (
+        train(model, dims.get_mesh("batch" if dims.dp_replicate > 1 else "fsdp"), average=not fsdp),
+        train(twin),
+    )
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
     for (name, parameter), single in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(
@@ -106,15 +105,15 @@ NAMES = ["plain", "loss", "sequence", "sequence and loss"]
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_on_two_ranks(family, options, tied):
-    check_training(family, options, (2,), tie_word_embeddings=tied)
+    check_training(family, options, ParallelDims(tp=2), tie_word_embeddings=tied)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("family", PLANS)
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=["plain", "sequence and loss"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["tp=4", "dp=2 x tp=2"])
-def test_on_four_ranks(family, options, shape):
-    check_training(family, options, shape)  # with tp=4 there are fewer key-value heads than ranks
+@pytest.mark.parametrize("tp", [4, 2], ids=["tp=4", "dp=2 x tp=2"])
+def test_on_four_ranks(family, options, tp):
+    check_training(family, options, ParallelDims(tp=tp))  # with tp=4 there are fewer key-value heads than ranks
 
 
 @pytest.mark.ranks(4)
@@ -123,13 +122,19 @@ def test_on_four_ranks(family, options, shape):
 @pytest.mark.parametrize("tied", [False, True])
 def test_fully_sharded_over_tensor_parallel(family, options, tied):
     pytest.importorskip("hyper_parallel_fsdp")
-    check_training(family, options, (2, 2), data="fsdp", tie_word_embeddings=tied)
+    check_training(family, options, ParallelDims(tp=2), fsdp=True, tie_word_embeddings=tied)
+
+
+@pytest.mark.ranks(8)
+def test_three_axes():
+    pytest.importorskip("hyper_parallel_fsdp")
+    check_training("Qwen3", OPTIONS[3], ParallelDims(dp_replicate=2, tp=2), fsdp=True)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("family", PLANS)
 def test_without_a_plan_the_model_has_its_own(family):
-    check_training(family, None, (2,), attn_implementation="eager")
+    check_training(family, None, ParallelDims(tp=2), attn_implementation="eager")
 
 
 @pytest.mark.ranks(2)

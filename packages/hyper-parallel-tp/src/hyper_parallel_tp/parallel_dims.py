@@ -46,7 +46,7 @@ class ParallelDims:
     pp: int = 1
     ep: int = 1
     world_size: int | None = None
-    _views: list[DeviceMesh] = field(default_factory=list, init=False, repr=False, compare=False)
+    _views: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size is None:
@@ -80,21 +80,25 @@ class ParallelDims:
         ]
 
     def build_mesh(self, device_type: str | None = None) -> None:
-        """Make the meshes, once. Every rank of the world takes part; :meth:`get_mesh` does it when nobody did.
+        """Make all meshes now; otherwise :meth:`get_mesh` makes them when they are asked for. For programs whose ranks
+        ask for different ones, such as the stages of a pipeline. Every rank of the world takes part.
 
         Args:
             device_type: None: that of the process group's backend.
         """
-        if not self._views:
-            self._views = [
-                init_device_mesh(
-                    device_type or device_type_of_backend(), tuple(shape.values()), mesh_dim_names=tuple(shape)
-                )
-                for shape in self._shapes()
-            ]
+        for shape in self._shapes():
+            self._view(shape, device_type)
+
+    def _view(self, shape: dict[str, int], device_type: str | None = None) -> DeviceMesh:
+        names = tuple(shape)
+        if names not in self._views:
+            kind = device_type or device_type_of_backend()
+            self._views[names] = init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=names)
+        return self._views[names]
 
     def get_mesh(self, axes: str | Sequence[str]) -> DeviceMesh:
-        """The mesh over some axes, outermost first.
+        """The mesh over some axes, outermost first. All ranks ask for the same meshes in the same order, or call
+        :meth:`build_mesh` before.
 
         ``"fsdp"`` is dp_shard and cp together, ``"batch"`` the ranks with different data, ``"loss"`` those whose losses
         are averaged, ``"efsdp"`` the ranks that share the parameters of one expert.
@@ -103,11 +107,9 @@ class ParallelDims:
             ValueError: an axis is unknown, or the axes overlap.
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        self.build_mesh()
-        for view in self._views:
-            known = view.mesh_dim_names or ()
-            if set(names) <= set(known) and [n for n in known if n in names] == list(names):
-                return view[names]
+        for shape in self._shapes():
+            if set(names) <= set(shape) and [n for n in shape if n in names] == list(names):
+                return self._view(shape)[names]
         unknown = [name for name in names if name not in self.sizes()]
         problem = f"unknown axes {unknown}" if unknown else f"{names} overlap, or are not in the order of the ranks"
         raise ValueError(f"get_mesh: {problem}; the axes go together as {[tuple(s) for s in self._shapes()]}")
