@@ -160,6 +160,8 @@ def gather_to_first(tensor: DTensor) -> torch.Tensor | None:
         raise ValueError(f"gather_to_first: a pending reduction, {layout}; call reduce_partial() first")
     info, local = layout.info, tensor._resolve().detach()
     here = info.my_coordinate()
+    if local.device.type != info.device_type:  # shards kept in host memory
+        local = local.to(info.default_device())
     sharding = [axis for axes in layout.shard_order for axis in axes]
     if any(index and axis not in sharding for axis, index in enumerate(here)):
         return None  # this rank holds a copy

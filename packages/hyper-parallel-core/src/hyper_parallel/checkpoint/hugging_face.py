@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.checkpoint.blocks import blocks
-from hyper_parallel.checkpoint.model_state import canonical, ties
+from hyper_parallel.checkpoint.model_state import canonical, second_names, ties
 from hyper_parallel.checkpoint.whole_tensors import full_tensors, rank
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import CheckpointError
@@ -138,7 +138,7 @@ class _Attempts:
 def _tensors_to_write(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The state dict without second names of tied tensors; and those names, with the ones that stand for them."""
     state = {canonical(name): value for name, value in model.state_dict().items()}
-    dropped = {name: kept for kept, *others in ties(model) for name in others if name in state}
+    dropped = second_names(model, state)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; safetensors files hold tensors only")

@@ -31,7 +31,10 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
                 state.pop(canonical(name), None)
-    return delivered(state, options)
+    # A tied tensor has to be made whole only once.
+    twice = second_names(model, state) if options.full_state_dict else {}
+    ready = delivered({name: value for name, value in state.items() if name not in twice}, options)
+    return {name: ready[twice.get(name, name)] for name in state} if ready else {}
 
 
 def set_model_state_dict(
@@ -91,6 +94,12 @@ def ties(model: nn.Module) -> list[list[str]]:
         for name, tensor in found:
             names.setdefault(id(tensor), []).append(canonical(name))
     return [group for group in names.values() if len(group) > 1]
+
+
+def second_names(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """The names in a state dict whose tensor is there under an earlier name too, with that name."""
+    groups = ([name for name in group if name in state] for group in ties(model))
+    return {name: group[0] for group in groups for name in group[1:]}
 
 
 def _attribute(model: nn.Module, path: str) -> Any:

@@ -6,7 +6,7 @@ each rank cuts its own from a whole that it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from hyper_parallel.distribute import distribute_tensor, gather_to_first
 from hyper_parallel.dtensor import DTensor
+from hyper_parallel.structures import tensors_of
 
 __all__ = ["Announced", "announced", "delivered", "full_tensors", "placed"]
 
@@ -42,32 +43,42 @@ def rank() -> int:
 
 def delivered(state: Any, options: StateDictOptions) -> Any:
     """A nested state dict as the options ask for it: whole or sharded tensors, in host memory or where they are; whole
-    ones in host memory on rank 0 only, {} elsewhere."""
-    if options.full_state_dict and options.cpu_offload:
-        kept = _to_rank_0(state)
-        return kept if rank() == 0 else {}
-    return _map(state, options)
+    ones in host memory on rank 0 only, {} elsewhere. Whole ones are copies, which training on does not change."""
+    to_rank_0 = options.full_state_dict and options.cpu_offload
+    if to_rank_0 and rank() != 0:
+        for tensor in tensors_of(state):
+            if isinstance(tensor, DTensor):
+                _whole(tensor, to_rank_0)  # rank 0 is waiting for it
+        return {}
+    return _mapped(state, lambda tensor: _delivered_tensor(tensor, options, to_rank_0))
 
 
-def _to_rank_0(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {name: _to_rank_0(value) for name, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)([_to_rank_0(value) for value in state])
-    if isinstance(state, DTensor):
-        ((_, value),) = full_tensors({"": state})
-        state = value
-    return state.cpu() if isinstance(state, torch.Tensor) and rank() == 0 else state
+def _delivered_tensor(tensor: torch.Tensor, options: StateDictOptions, to_rank_0: bool) -> torch.Tensor:
+    if not options.full_state_dict:
+        return tensor.cpu() if options.cpu_offload else tensor
+    own = tensor._resolve() if isinstance(tensor, DTensor) else tensor
+    whole = _whole(tensor, to_rank_0) if isinstance(tensor, DTensor) else tensor.detach()
+    if options.cpu_offload:
+        whole = whole.cpu()
+    same_memory = whole.device == own.device and whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    return whole.clone() if same_memory else whole
 
 
-def _map(state: Any, options: StateDictOptions) -> Any:
+def _whole(tensor: DTensor, to_rank_0: bool) -> Any:
+    if to_rank_0:
+        ((_, value),) = full_tensors({"": tensor})
+        return value
+    on_mesh: Any = tensor.to(tensor.layout.info.device_type)  # shards may be kept in host memory
+    return on_mesh.full_tensor()
+
+
+def _mapped(state: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A nested state dict of the same kinds with its tensors changed."""
     if isinstance(state, dict):
-        return type(state)({name: _map(value, options) for name, value in state.items()})
+        return type(state)({name: _mapped(value, change) for name, value in state.items()})
     if isinstance(state, (list, tuple)):
-        return type(state)([_map(value, options) for value in state])
-    if isinstance(state, DTensor) and options.full_state_dict:
-        state = state.full_tensor()
-    return state.cpu() if isinstance(state, torch.Tensor) and options.cpu_offload else state
+        return type(state)([_mapped(value, change) for value in state])
+    return change(state) if isinstance(state, torch.Tensor) else state
 
 
 class Announced(NamedTuple):
@@ -75,33 +86,36 @@ class Announced(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor to receive it."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    device: str
 
 
 def announced(state: Any) -> Any:
     """Rank 0's state dict on every rank, whose tensors the others have as :class:`Announced` only.
 
     All ranks call it; what other ranks than 0 pass does not count.
+
+    Raises:
+        TypeError: on every rank, when rank 0 has shards.
     """
-    box = [_without_data(state)] if rank() == 0 else [None]
+    box: list[Any] = [None]
+    if rank() == 0:
+        try:
+            box = [_mapped(state, _announcement)]
+        except TypeError as error:
+            box = [error]
     dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], TypeError):
+        raise box[0]
     return state if rank() == 0 else box[0]
 
 
-def _without_data(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {name: _without_data(value) for name, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)([_without_data(value) for value in state])
-    if isinstance(state, DTensor):
+def _announcement(tensor: torch.Tensor) -> Announced:
+    if isinstance(tensor, DTensor):
         raise TypeError(
-            f"broadcast_from_rank0 takes whole tensors on rank 0, got {state.layout}; get them with "
+            f"broadcast_from_rank0 takes whole tensors on rank 0, got {tensor.layout}; get them with "
             "StateDictOptions(full_state_dict=True, cpu_offload=True)"
         )
-    return Announced(state.shape, state.dtype) if isinstance(state, torch.Tensor) else state
+    return Announced(tensor.shape, tensor.dtype, tensor.device.type)
 
 
 def placed(value: Any, like: Any, name: str, options: StateDictOptions) -> Any:
@@ -122,7 +136,7 @@ def placed(value: Any, like: Any, name: str, options: StateDictOptions) -> Any:
     if not isinstance(value, (torch.Tensor, Announced)):
         return value
     if not isinstance(like, DTensor) or tuple(value.shape) != tuple(like.shape):
-        return _received(value, like) if options.broadcast_from_rank0 else value
+        return _received(value) if options.broadcast_from_rank0 else value
     if options.broadcast_from_rank0:
         _check_begins_with_rank_0(like, name)
         if isinstance(value, Announced):
@@ -137,15 +151,14 @@ def placed(value: Any, like: Any, name: str, options: StateDictOptions) -> Any:
     )
 
 
-def _received(value: torch.Tensor | Announced, like: Any) -> torch.Tensor:
-    device = like.device if isinstance(like, torch.Tensor) and not like.is_meta else _device_of_collectives()
-    tensor = value.empty(device) if isinstance(value, Announced) else value.detach().to(device).contiguous()
+def _received(value: torch.Tensor | Announced) -> torch.Tensor:
+    device = dist.distributed_c10d._get_object_coll_device()
+    if isinstance(value, Announced):
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+    else:
+        tensor = value.detach().to(device).contiguous()
     dist.broadcast(tensor, src=0)
-    return tensor
-
-
-def _device_of_collectives() -> torch.device:
-    return dist.distributed_c10d._get_pg_default_device()
+    return tensor.to(value.device)
 
 
 def _on_layout_of(value: DTensor, like: Any, name: str) -> DTensor:
