@@ -55,15 +55,34 @@ def mlp(self, x):
     return self.down_proj(npu.npu_swiglu(torch.cat((self.gate_proj(x), self.up_proj(x)), -1), dim=-1))
 
 
-def grouped(x, weight, counts):
-    return npu.npu_grouped_matmul([x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1)[0]
+def product(x, weight, counts, group_type=0):
+    split = {0: 2, 2: 3}[group_type]
+    return npu.npu_grouped_matmul(
+        [x], [weight], group_list=counts, split_item=split, group_type=group_type, group_list_type=1
+    )[0]
+
+
+class Gmm(torch.autograd.Function):
+    """The kernel has no derivative of its own: integrations give it one like this."""
+
+    @staticmethod
+    def forward(ctx, x, weight, counts):
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        return product(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x = product(grad, weight.transpose(1, 2), ctx.counts)
+        return of_x, product(x.T, grad, ctx.counts, group_type=2), None
 
 
 def experts(self, hidden_states, top_k_index, top_k_weights):
     rows, where = npu.npu_moe_token_permute(hidden_states, top_k_index.to(torch.int32))
     counts = torch.histc(top_k_index.float(), bins=self.num_experts, min=0, max=self.num_experts).long()
-    gate_up = grouped(rows, self.gate_up_proj.transpose(1, 2), counts)
-    out = grouped(npu.npu_swiglu(gate_up), self.down_proj.transpose(1, 2), counts)
+    gate_up = Gmm.apply(rows, self.gate_up_proj.transpose(1, 2), counts)
+    out = Gmm.apply(npu.npu_swiglu(gate_up), self.down_proj.transpose(1, 2), counts)
     return npu.npu_moe_token_unpermute(out, where, probs=top_k_weights.to(out.dtype))
 
 

@@ -82,6 +82,13 @@ def test_ops_shows_one_op(site):
     assert {op["provider"]: op["in_use"] for op in json.loads(pinned)["ops"]} == {"acme": "no", "rival": "yes"}
 
 
+def test_ops_says_that_both_providers_of_one_implementation_are_in_use(site):
+    site.install("acme", ops=TABLE)
+    site.install("beta", ops=TABLE)
+    output = site.run("-m", "hyper_parallel", "ops", "acme_double").stdout
+    assert output.count("in use    yes") == 2
+
+
 RULES = """
     from hyper_parallel import DistributedOp, Strategy, StrategyOp
     from hyper_parallel.op import FunctionOp

@@ -75,9 +75,10 @@ def _described(entry: OpEntry, registry: Registry) -> str:
 
 
 def _verdict(entry: OpEntry, registry: Registry) -> str:
-    """``yes``, ``no`` or ``conflict``: whether this entry is the one that counts for its name."""
+    """``yes``, ``no`` or ``conflict``: whether this entry, or one that does the same, counts for its name."""
     try:
-        return "yes" if registry.chosen(entry.name) is entry else "no"
+        chosen = registry.chosen(entry.name)
+        return "yes" if chosen is not None and entry.does_the_same_as(chosen) else "no"
     except OpConflictError:
         return "conflict"
     except PluginError as error:  # a pin that names somebody who does not provide the op
