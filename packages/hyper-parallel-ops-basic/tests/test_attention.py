@@ -46,3 +46,19 @@ class TestDropout(OpConformance):
     meshes = ((4,), (2, 2))
     max_layouts = 20
     samples = (sample(*qkv(2, 5, 5, 3, 4)), sample(*qkv(2, 4, 4, 3, 5), KEPT).options(name="mask"))
+
+
+def self_attention(x, in_weight, in_bias, out_weight, out_bias):
+    out, weights = F.multi_head_attention_forward(
+        x, x, x, 4, 2, in_weight, in_bias, None, None, False, 0.0, out_weight, out_bias, training=True
+    )
+    return out, weights
+
+
+class TestMultiHeadAttention(OpConformance):
+    """``nn.MultiheadAttention``: PyTorch's own Python body on DTensors."""
+
+    op = self_attention
+    meshes = ((4,), (2, 2))
+    max_layouts = 8
+    samples = (sample(tensor(3, 5, 4), tensor(12, 4), tensor(12), tensor(4, 4), tensor(4)),)

@@ -62,19 +62,20 @@ class IndexSelect(StrategyOp):
         if not targets[0].ndim or not targets[0].shard_order[dim]:
             return None
         held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
-        bind = self._bind
+        parsed, look_up = self._parsed, self.look_up
+        assert parsed is not None
 
-        def select(*args: Any, **kwargs: Any) -> torch.Tensor:
-            x, index = bind(args, kwargs)
-            out, mine = held.read(x, index.reshape(-1), lambda piece, at: piece.index_select(dim, at))
-            return out.masked_fill(~mine.view([-1 if d == dim else 1 for d in range(out.ndim)]), 0)
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parsed.bind(args, kwargs)
+            return look_up(held, given["input"], given["index"], dim)
 
-        return select
+        return local
 
-    def _bind(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._parsed is not None
-        bound = self._parsed.bind(args, kwargs)
-        return bound["input"], bound["index"]
+    @staticmethod
+    def look_up(held: HeldIndices, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+        """What this rank holds of the result, with zeros for the rest."""
+        out, mine = held.read(x, index.reshape(-1), lambda piece, at: piece.index_select(dim, at))
+        return out.masked_fill(~mine.view([-1 if d == dim else 1 for d in range(out.ndim)]), 0)
 
 
 class Gather(IndexSelect):
@@ -101,19 +102,7 @@ class Gather(IndexSelect):
         if spec.shape:
             yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
 
-    def local_function(
-        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
-    ) -> Callable[..., Any] | None:
-        dim = call.dim("dim")
-        assert dim is not None
-        if not targets[0].ndim or not targets[0].shard_order[dim]:
-            return None
-        held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
-        bind = self._bind
-
-        def gather(*args: Any, **kwargs: Any) -> torch.Tensor:
-            x, index = bind(args, kwargs)
-            out, mine = held.read(x, index, lambda piece, at: piece.gather(dim, at))
-            return out.masked_fill(~mine, 0)
-
-        return gather
+    @staticmethod
+    def look_up(held: HeldIndices, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+        out, mine = held.read(x, index, lambda piece, at: piece.gather(dim, at))
+        return out.masked_fill(~mine, 0)

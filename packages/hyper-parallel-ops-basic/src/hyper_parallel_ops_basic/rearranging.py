@@ -143,13 +143,7 @@ class Repeated(Moving):
     A tensor of repeats is data: that dim is whole.
     """
 
-    summary = OpSummary(
-        "every dim",
-        pending="passes, of any kind",
-        communicates="sharded repeated dim: 1 all-to-all of the elements that change rank | the same",
-        whole="a dim that a tensor of repeats changes: where an element goes depends on the data",
-    )
-
+    summary = RepeatInterleave.summary
     signature = "input, repeats, dim, output_size"
 
     def maps(self, call: Call) -> dict[int, torch.Tensor]:
