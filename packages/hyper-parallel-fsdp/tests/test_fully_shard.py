@@ -112,6 +112,8 @@ def test_one_axis():
     assert [p.placements for p in net.parameters()] == [(Shard(0),)] * len(list(plain.parameters()))
     first, *later = train(net, plain)
     assert first.phase("forward") == {"all_gather": BLOCKS + 1}
+    assert first.events[0].change == "fully_shard: gather embed.weight and 1 more"
+    assert first.events[-1].change == "fully_shard: reduce embed.weight and 1 more"
     # The root stays whole, and so does the last block once it is known that its backward comes first.
     assert first.phase("backward") == {"all_gather": BLOCKS, "reduce_scatter": BLOCKS + 1}
     for trace in later:
@@ -274,6 +276,23 @@ def test_several_forwards_before_one_backward_reduce_once():
         losses[step].backward()
         ours[step].backward()
     same_gradients(net, plain)
+
+
+@pytest.mark.ranks(4)
+def test_two_backwards_through_one_graph_and_gradients_of_inputs():
+    plain, net = pair()
+    wrap(net)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 6, generator=generator, requires_grad=True)
+    part = mine(x.detach()).clone().requires_grad_()
+    want, got = plain.blocks[0](x).square().mean(), net.blocks[0](part).square().mean()
+    for _ in range(2):
+        want.backward(retain_graph=True)
+        got.backward(retain_graph=True)
+    same_gradients(net.blocks[0], plain.blocks[0])
+    torch.testing.assert_close(part.grad / 4, mine(x.grad))
+    (again,) = torch.autograd.grad(net.blocks[0](part).square().mean(), part)
+    torch.testing.assert_close(2 * again, part.grad)
 
 
 class Branches(nn.Module):

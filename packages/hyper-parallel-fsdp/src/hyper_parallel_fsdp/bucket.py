@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from hyper_parallel import comm
+from hyper_parallel import comm, comm_trace
 from hyper_parallel_fsdp.group_info import DataGroups
 from hyper_parallel_fsdp.parameter import HSDPParam
 
@@ -98,8 +99,9 @@ class Bucket:
             self.gathered = True
             return
         out = self.whole if self._direct else self.whole.new_empty(self.members * self.shards.numel())
-        work = comm.all_gather(out, source, self.groups.sharded_group_info.group, async_op=True)  # type: ignore[arg-type]
-        self._work = (work, out)
+        group: Any = self.groups.sharded_group_info.group
+        with self.traced("gather"):
+            self._work = (comm.all_gather(out, source, group, async_op=True), out)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and put what arrived in its place."""
@@ -130,6 +132,13 @@ class Bucket:
             for member, (row, (start, stop)) in enumerate(zip(part, param.shards, strict=True)):
                 shape = param.shape_of(member)
                 whole.narrow(param.dim, start, stop - start).copy_(row[: math.prod(shape)].view(shape))
+
+    def traced(self, what: str) -> AbstractContextManager[None]:
+        """Say in a :class:`~hyper_parallel.comm_trace.CommTrace` what a collective is for."""
+        if not comm_trace._active:
+            return nullcontext()
+        more = f" and {len(self.params) - 1} more" if len(self.params) > 1 else ""
+        return comm_trace.described(f"fully_shard: {what} {self.params[0].name}{more}")
 
     def used(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """So many ones for each member: what says that this rank has all gradients."""

@@ -171,7 +171,7 @@ class HSDPParam:
         """Give every copy the value of the first one."""
         layout = self.placement.sharded
         group = GroupInfo.over(layout.info, tuple(a for a, p in enumerate(layout.placements) if is_replicate(p))).group
-        if group is not None:
+        if group is not None and self.local_numel:
             with torch.no_grad():
                 comm.broadcast(self.local, group, 0)
 

@@ -86,7 +86,8 @@ class Reduction:
             self._sum = rows.view(-1)
         else:
             self._sum = rows.new_empty(rows.shape[1])
-            self._work = comm.reduce_scatter(self._sum, rows.view(-1), group, async_op=True)
+            with self._bucket.traced("reduce"):
+                self._work = comm.reduce_scatter(self._sum, rows.view(-1), group, async_op=True)
 
     def step(self) -> bool:
         """Go on with what is in flight; True when the gradients are in place."""
@@ -119,7 +120,8 @@ class Reduction:
             if not self._all_reduce:
                 return True
             self._all_reduce = None
-            self._work = comm.all_reduce(self._sum, group, async_op=True)
+            with bucket.traced("reduce"):
+                self._work = comm.all_reduce(self._sum, group, async_op=True)
             return False
         self._give()
         return True
