@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.placements import PackedShard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
@@ -36,17 +36,22 @@ class SwiGLU(StrategyOp):
     signature = "self, dim=-1"
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
-        shape, dim = list(call.inputs[0].shape), call.dim("dim", default=-1)
-        if dim is None or shape[dim] % 2:
+        shape, dim = list(call.inputs[0].shape), self.halved(call)
+        if shape[dim] % 2:
             return None
         shape[dim] //= 2
         return [tuple(shape)]
 
+    @staticmethod
+    def halved(call: Call) -> int:
+        """The dim that is cut in halves."""
+        return normal_dim(call.arg("dim", -1), len(call.inputs[0].shape))
+
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        spec, dim = call.inputs[0], call.dim("dim", default=-1)
+        spec, dim = call.inputs[0], self.halved(call)
         for d in range(len(spec.shape)):
             if d != dim:
                 yield Strategy([S(d)], S(d))
-        halves = PackedShard(dim or 0, (spec.shape[dim or 0] // 2,) * 2)
-        if len(spec.layout.shard_order[dim or 0]) == 1 and halves in spec.layout.placements:
-            yield Strategy([halves], S(dim or 0))
+        halves = PackedShard(dim, (spec.shape[dim] // 2,) * 2)
+        if len(spec.layout.shard_order[dim]) == 1 and halves in spec.layout.placements:
+            yield Strategy([halves], S(dim))

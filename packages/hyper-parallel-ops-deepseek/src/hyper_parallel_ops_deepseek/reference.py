@@ -115,7 +115,6 @@ def npu_grouped_matmul(
     split_item: int | None = 0,
     group_type: int | None = -1,
     group_list_type: int | None = 0,
-    output_dtype: Any = None,
 ) -> list[torch.Tensor]:
     """Products ``x_i @ weight_i (+ bias_i)`` of groups.
 
