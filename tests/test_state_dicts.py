@@ -282,6 +282,50 @@ def test_nested_state_and_names_with_dots_survive_flattening():
     assert optimizer.state[net[0].bias]["count"] == 3
 
 
+class Scalar(nn.Module):
+    """A 0-dim parameter, and state of its own."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.gain = nn.Parameter(make(torch.tensor(value), mesh_of((4,)), [Replicate()]))
+        self.extra = {}
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("options", [StateDictOptions(), FULL, FROM_RANK_0], ids=["sharded", "full", "from rank 0"])
+def test_scalars_step_counts_and_extra_state(options):
+    net = Scalar(2.0)
+    net.extra = {"seen": [torch.arange(3), 7]}
+    optimizer = torch.optim.NAdam(net.parameters(), lr=0.1)
+    net.gain.square().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = get_state_dict(net, optimizer, options=FULL if options.full_state_dict else StateDictOptions())
+    if options == FROM_RANK_0 and dist.get_rank():
+        state = {}, {}
+    other = Scalar(5.0)
+    its_optimizer = torch.optim.NAdam(other.parameters(), lr=0.1)
+    set_state_dict(other, its_optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+    for model, its in ((net, optimizer), (other, its_optimizer)):
+        assert {key: type(value) for key, value in its.state[model.gain].items()} == {
+            "step": torch.Tensor,
+            "mu_product": torch.Tensor,
+            "exp_avg": DTensor,
+            "exp_avg_sq": DTensor,
+        }
+        model.gain.square().backward()
+        its.step()
+    assert other.gain.item() == net.gain.item()
+    assert torch.equal(other.extra["seen"][0], torch.arange(3))
+    assert other.extra["seen"][1] == 7
+
+
 @pytest.mark.ranks(4)
 def test_a_model_on_the_meta_device_gets_tensors_of_its_layouts():
     net = build(0, "fsdp x tp", 4)

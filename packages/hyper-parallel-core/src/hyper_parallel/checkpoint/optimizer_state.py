@@ -186,19 +186,28 @@ def _load(
             else:
                 found[name] = settings[name]
                 if name in state:
-                    loaded[number] = _placed_state(state[name], parameter, name, options)
+                    loaded[number] = _placed_state(state[name], optimizer, group, parameter, name, options)
             number += 1
         groups.append({**mine, **_common(found), "params": mine["params"]})
     optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 
 def _placed_state(
-    state: Mapping[str, Any], parameter: torch.Tensor, name: str, options: StateDictOptions
+    state: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    name: str,
+    options: StateDictOptions,
 ) -> dict[str, Any]:
+    # Moments have the shape and the layout of their parameter, step counts are plain numbers. Where the shape cannot
+    # tell them apart, the optimizer itself can.
+    like: Any = dict.fromkeys(state, parameter)
+    if parameter.ndim == 0:
+        like = optimizer.state.get(parameter) or _absent_state(optimizer, group, parameter) or {}
     result = {}
     for key, value in state.items():
-        same_shape = hasattr(value, "shape") and tuple(value.shape) == tuple(parameter.shape)
-        value = placed(value, parameter if same_shape else None, f"{name}.{key}", options)
+        value = placed(value, like.get(key), f"{name}.{key}", options)
         # Optimizers change step counts in place: a state dict that is loaded twice must not tie them together.
         result[key] = value.clone() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
     return result

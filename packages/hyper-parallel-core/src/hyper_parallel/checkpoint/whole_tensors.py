@@ -122,7 +122,7 @@ def placed(value: Any, like: Any, name: str, options: StateDictOptions) -> Any:
     """An entry of a given state dict in the form of ``like``, the tensor that it is for.
 
     Args:
-        value: whole tensor, DTensor, :class:`Announced`, or no tensor at all.
+        value: whole tensor, DTensor, :class:`Announced`, dicts and lists of them, or no tensor at all.
         like: tensor of the module or optimizer; None when there is none.
         name: for messages.
         options: whether whole tensors are expected, and who has them.
@@ -134,6 +134,10 @@ def placed(value: Any, like: Any, name: str, options: StateDictOptions) -> Any:
     if isinstance(value, DTensor):
         return _on_layout_of(value, like, name)
     if not isinstance(value, (torch.Tensor, Announced)):
+        if isinstance(value, dict):
+            return type(value)({key: placed(v, like, f"{name}.{key}", options) for key, v in value.items()})
+        if isinstance(value, (list, tuple)):
+            return type(value)([placed(v, like, name, options) for v in value])
         return value
     if not isinstance(like, DTensor) or tuple(value.shape) != tuple(like.shape):
         return _received(value) if options.broadcast_from_rank0 else value
