@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -199,6 +202,22 @@ def test_inputs_are_laid_out_and_all_are_kept():
     torch.testing.assert_close(module.seen[0].full_tensor(), x)
     with pytest.raises(ValueError, match=r"lays out 2 positional inputs, called with 0 and keywords \['x0'\]"):
         module(x0=x)
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_another_library_replaced():
+    """As accelerate does: a partial on the instance. Names and positions of arguments stay."""
+    module = ManyInputs()
+    module.forward = functools.update_wrapper(functools.partial(ManyInputs.forward, module), module.forward)
+    signature = inspect.signature(module.forward)
+    style = PrepareModuleInput(input_kwarg_layouts={"bias": S0}, desired_input_kwarg_layouts={"bias": R})
+    parallelize_module(module, mesh(), {"": NoParallel(use_local_output=False)})
+    style.apply(module, mesh())
+    assert inspect.signature(module.forward) == signature
+    module(hidden(), "mask", bias=hidden(4).chunk(2)[mesh().get_local_rank()])
+    torch.testing.assert_close(module.seen[3].full_tensor(), hidden(4))
+    torch.testing.assert_close(module.seen[0].full_tensor(), hidden())
+    assert module.seen[1] == "mask"
 
 
 @pytest.mark.ranks(2)

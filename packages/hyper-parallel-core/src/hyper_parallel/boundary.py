@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -188,6 +189,9 @@ def forward_function(module: nn.Module) -> Callable[..., Any]:
     def function(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
+    signature, module_first = inspect.signature(inner), inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+    changed = signature.replace(parameters=[module_first, *signature.parameters.values()])
+    function.__signature__ = changed  # type: ignore[attr-defined]
     return function
 
 
