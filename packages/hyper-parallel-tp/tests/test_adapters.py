@@ -6,31 +6,15 @@ import copy
 
 import pytest
 import torch
+from tp_models import language_model
 
 from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh, parallelize_module
 from hyper_parallel_tp.plans import llama3_plan
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
-
-
-def build():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).train()
 
 
 def with_adapters(model, **options):
@@ -60,7 +44,7 @@ def check(model, twin, adapters):
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_before_parallelising(both, dora):
     """The way that works for every plan: a style splits a layer's adapters as it splits the layer."""
-    model = build()
+    model = language_model("Llama")
     twin = with_adapters(copy.deepcopy(model), use_dora=dora)
     adapted = with_adapters(model, use_dora=dora)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -74,7 +58,7 @@ def test_adapters_before_parallelising(both, dora):
 
 @pytest.mark.ranks(2)
 def test_the_wrapped_model_has_the_plan_of_what_is_inside():
-    model = build()
+    model = language_model("Llama")
     twin = with_adapters(copy.deepcopy(model))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     adapted = parallelize_module(with_adapters(model), mesh)
@@ -85,7 +69,7 @@ def test_the_wrapped_model_has_the_plan_of_what_is_inside():
 @pytest.mark.ranks(2)
 def test_adapters_after_parallelising():
     """They stay plain: every rank holds them whole."""
-    model = build()
+    model = language_model("Llama")
     twin = with_adapters(copy.deepcopy(model))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     adapted = with_adapters(parallelize_module(model, mesh))

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from tp_models import Block, Decoder, check_gradients, twins
+from tp_models import Block, Decoder, check_gradients, language_model, twins
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -145,20 +145,8 @@ def test_blocks_on_the_tensor_axis_of_a_batch_over_data_ranks():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_transformers_checkpointing_and_generation(sequence):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers")
+    model = language_model("Llama")
     twin = copy.deepcopy(model)
     parallelize_module(model, mesh(), llama3_plan(sequence_parallel=sequence))
     ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(3))

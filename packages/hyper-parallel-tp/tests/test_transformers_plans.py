@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tp_models import Mlp, check_gradients
+from tp_models import Mlp, check_gradients, language_model
 
 from hyper_parallel import ColwiseParallel, NoParallel, PackedShard, Shard, init_device_mesh, parallelize_module
 from hyper_parallel_tp.attention import AttentionParallel
 from hyper_parallel_tp.local_compute import LocalCompute
 from hyper_parallel_tp.transformers_plan import transformers_plan
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 # The kernel of experts wants slices of a multiple of 16 bytes.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -48,28 +48,8 @@ FAMILIES = {
 }
 
 
-def build(family, device=None, **changes):
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "use_cache": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "dtype": torch.float32,
-        **FAMILIES.get(family, {}),
-        **changes,
-    }
-    config = getattr(transformers, f"{family}Config")(**settings)
-    with torch.device(device or "cpu"):
-        return getattr(transformers, f"{family}ForCausalLM")(config).train()
+def build(family, device="cpu"):
+    return language_model(family, device, **FAMILIES.get(family, {}))
 
 
 def mesh(size=2):

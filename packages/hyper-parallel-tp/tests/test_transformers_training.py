@@ -7,35 +7,15 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from tp_models import language_model
 
 from hyper_parallel import CommTrace, DTensor, ParallelDims, init_device_mesh, parallelize_module
 from hyper_parallel_tp.plans import llama3_plan, qwen3_plan
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 PLANS = {"Llama": llama3_plan, "Qwen3": qwen3_plan}
 LENGTH = 11  # no number of ranks divides it
-
-
-def build(family, **changes):
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "use_cache": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "dtype": torch.float32,
-        **changes,
-    }
-    return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings)).train()
 
 
 def batches(steps=3, rows=4):
@@ -71,7 +51,7 @@ def train(model, data=None, average=False):
 
 
 def check_training(family, plan_options, dims, fsdp=False, **changes):
-    model = build(family, **changes)
+    model = language_model(family, **changes)
     twin = copy.deepcopy(model)
     plan = None if plan_options is None else PLANS[family](**plan_options)
     parallelize_module(model, dims.get_mesh("tp"), plan)
@@ -143,7 +123,7 @@ def test_what_a_layer_costs(sequence):
     """The difference of a model with two layers and one with one, forward and backward."""
     counts = []
     for layers in (1, 2):
-        model = build("Llama", num_hidden_layers=layers)
+        model = language_model("Llama", num_hidden_layers=layers)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         parallelize_module(model, mesh, llama3_plan(sequence_parallel=sequence, loss_parallel=True))
         ids, labels = next(batches())

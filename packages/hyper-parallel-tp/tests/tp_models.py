@@ -72,6 +72,32 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+def language_model(family, device="cpu", **changes):
+    """A model of transformers, small, its parameters always the same."""
+    import transformers
+
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "dtype": torch.float32,
+        **changes,
+    }
+    config = getattr(transformers, f"{family}Config")(**settings)
+    with torch.device(device):
+        return getattr(transformers, f"{family}ForCausalLM")(config).train()
+
+
 def twins(make, seed=0, dtype=torch.float64):
     """Two equal models with random parameters, norms included."""
     torch.manual_seed(seed)
