@@ -15,6 +15,7 @@ class Few(OpConformance):
 
 
 class TestDiff(Few):
+    same_stride = False  # a redistributed or composed result lies in memory in another order
     op = torch.diff
     samples = (sample(MATRIX, dim=0), sample(MATRIX, 2, 1), sample(VECTOR, prepend=tensor(2)))
 
@@ -55,6 +56,7 @@ class TestDiag(Few):
 
 
 class TestDiagEmbed(Few):
+    same_stride = False  # a redistributed or composed result lies in memory in another order
     op = torch.diag_embed
     samples = (sample(MATRIX), sample(MATRIX, 1, 0, 2))
 
@@ -231,6 +233,7 @@ class TestBatchNorm(Few):
 
 
 class TestInstanceNorm(Few):
+    same_stride = False  # a redistributed or composed result lies in memory in another order
     op = F.instance_norm
     samples = (sample(IMAGES, weight=tensor(8), bias=tensor(8)),)
 
