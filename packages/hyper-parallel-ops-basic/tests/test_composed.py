@@ -274,3 +274,28 @@ class TestGaussianNLL(Few):
 class TestMultilabelSoftMargin(Few):
     op = F.multilabel_soft_margin_loss
     samples = (sample(MATRIX, tensor(5, 6, low=0, high=1, grad=False)),)
+
+
+class TestRenorm(Few):
+    op = torch.renorm
+    inplace = "renorm_"
+    samples = (sample(MATRIX, 2, 0, 1.5), sample(MATRIX, 1, 1, 2.0))
+
+
+def weight_normed(v, g):
+    return torch._weight_norm(v, g, 0)
+
+
+class TestWeightNorm(Few):
+    op = weight_normed
+    samples = (sample(MATRIX, tensor(5, 1)),)
+
+
+class TestSumToSize(Few):
+    op = torch.Tensor.sum_to_size
+    samples = (sample(tensor(3, 5, 6), 5, 1), sample(MATRIX, (1, 6)))
+
+
+class TestMsort(Few):
+    op = torch.msort
+    samples = (sample(MATRIX),)

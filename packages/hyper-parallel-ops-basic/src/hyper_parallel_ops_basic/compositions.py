@@ -121,6 +121,49 @@ def slice_scatter(
     return out
 
 
+# -- norms and sizes -------------------------------------------------------------------------------------------------
+
+
+def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
+    norms = norm_except_dim(input, p, dim)
+    return (input * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)).contiguous()
+
+
+def norm_except_dim(v: Tensor, pow: float = 2, dim: int = 0) -> Tensor:
+    if dim == -1:
+        return torch.linalg.vector_norm(v, pow)
+    dims = [d for d in range(v.ndim) if d != dim % v.ndim]
+    return torch.linalg.vector_norm(v, pow, dims, keepdim=True) if dims else v.abs()
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return (v * (g / norm_except_dim(v, 2, dim))).contiguous()
+
+
+def sum_to_size(input: Tensor, *size: Any) -> Tensor:
+    wanted = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    added = input.ndim - len(wanted)
+    dims = [d for d in range(input.ndim) if d < added or wanted[d - added] != input.shape[d]]
+    out = input.sum(dims, keepdim=True) if dims else input
+    return out.reshape(wanted) if added else out
+
+
+def msort(input: Tensor) -> Tensor:
+    return input.sort(0).values
+
+
+def constant_pad_nd(input: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    return F.pad(input, list(pad), value=value)
+
+
+def __reversed__(self: Tensor) -> Tensor:
+    return self.flip(0) if self.ndim else self
+
+
+def __rmatmul__(self: Tensor, other: Tensor) -> Tensor:
+    return torch.matmul(other, self)
+
+
 # -- elements by flat or broadcast index -----------------------------------------------------------------------------
 
 
