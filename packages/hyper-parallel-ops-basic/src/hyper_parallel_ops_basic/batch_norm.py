@@ -61,7 +61,7 @@ def instance_norm(
     var, mean = torch.var_mean(_wide(input), dims, correction=0)
     _update(running_mean, mean.mean(0), momentum)
     _update(running_var, (var * (count / max(count - 1, 1))).mean(0), momentum)
-    return _normalised(input, mean, var, weight, bias, eps)
+    return _normalised(input, mean, var, weight, bias, eps).contiguous()
 
 
 def _wide(x: Tensor) -> Tensor:

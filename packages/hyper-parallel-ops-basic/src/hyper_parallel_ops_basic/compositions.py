@@ -83,7 +83,7 @@ def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -
     size = rows.shape[-2]
     kept = torch.ones(size, size, dtype=torch.bool, device=input.device).tril(offset).triu(offset)
     out = torch.where(plain_like(input, kept), rows, 0)
-    return out.movedim((-2, -1), (dim1, dim2))
+    return out.movedim((-2, -1), (dim1, dim2)).contiguous()
 
 
 def diagonal_scatter(input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:

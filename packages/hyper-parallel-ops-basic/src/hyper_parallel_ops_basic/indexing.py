@@ -136,7 +136,7 @@ class _Reading:
     def read(self, x: torch.Tensor, given: Sequence[Any]) -> torch.Tensor:
         """The part of the result that this rank holds."""
         for dim, move in self.moves.items():
-            x = move(x, dim)
+            x = _in_order_of(x, move(x, dim))
         where = [self._local_part(item, given) for item in self.index.items]
         mine: torch.Tensor | None = None
         for at, item in enumerate(self.index.items):
@@ -177,6 +177,14 @@ class _Reading:
                 raise IndexError(f"index {value} is out of bounds for dimension {item.dim} with size {size}")
             return value
         return None if item.kind == "new" else given[item.where or 0]
+
+
+def _in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """What was moved, with its dims in the order in memory that those of ``x`` have, as a slice would have them."""
+    if x.is_contiguous():
+        return moved
+    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    return moved.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
 
 
 def _gather_rows(index: Index, count: int) -> Iterable[Strategy]:
