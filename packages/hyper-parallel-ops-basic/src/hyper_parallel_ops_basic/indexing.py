@@ -183,7 +183,8 @@ def _in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     """What was moved, with its dims in the order in memory that those of ``x`` have, as a slice would have them."""
     if x.is_contiguous():
         return moved
-    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: -strides[d])
     return moved.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
 
 
