@@ -78,21 +78,6 @@ def test_all_views_of_a_tensor_turn_varying_together():
     torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
 
 
-@pytest.mark.ranks(4, timeout=60)
-@pytest.mark.parametrize(
-    ("method", "args"), [("unsqueeze_", (0,)), ("squeeze_", ()), ("t_", ()), ("transpose_", (0, 1))]
-)
-def test_changing_the_shape_in_place_is_refused(method, args):
-    def change(x):
-        return getattr(x, method)(*args)
-
-    x = spread(torch.zeros(1, 4), R)
-    with redistribute_policy("auto"), pytest.raises(NotImplementedError, match="in place"):
-        change(x)
-    with redistribute_policy("auto"), pytest.raises(NotImplementedError, match="in place"):
-        change(spread(torch.zeros(1, 4), Shard(1)))
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), R])
 def test_what_torch_copies_shares_no_memory(placement):
