@@ -44,12 +44,16 @@ class Cast(FunctionOp):
                 spec = tensor._spec
         local = tensor._resolve()
         out = func(local, *args, **kwargs)
-        if out is local:
-            return tensor
         asked = kwargs.get("memory_format", torch.preserve_format)
         if asked is torch.preserve_format:
+            if out is local:
+                return tensor
             stride = spec.dense_stride
         else:
+            # Whether it is a copy is decided for the whole, equally on all ranks: a piece of one element has any order.
+            if out is local and spec.meta.is_contiguous(memory_format=asked):
+                return tensor
+            out = out.clone() if out is local else out
             stride = torch.empty_like(spec.meta, memory_format=asked).stride()
         return wrap(out, spec.replace(dtype=out.dtype, stride=stride))
 
