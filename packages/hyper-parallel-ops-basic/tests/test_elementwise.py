@@ -17,6 +17,7 @@ NAMES = sorted(
 )
 # Inside the domain of all functions, and away from their kinks.
 UNIT = tensor(5, 3, low=0.1, high=0.9)
+NO_GRADIENT = tensor(5, 3, low=0.1, high=0.9, grad=False)
 ROW = tensor(3, low=0.1, high=0.9)
 INTEGERS = tensor(5, 3, dtype=torch.int64, low=1, high=6)
 MASK = tensor(5, 3, dtype=torch.bool)
@@ -48,6 +49,13 @@ SAMPLES = {
     "heaviside": (INTEGERS, INTEGERS),
     "imag": (torch.complex(torch.linspace(0, 1, 15), torch.linspace(1, 2, 15)).view(5, 3),),
     "xlogy": (UNIT, ROW),
+    "gcd": (INTEGERS, INTEGERS),
+    "lcm": (INTEGERS, INTEGERS),
+    "polygamma": (1, UNIT),
+    "mvlgamma": (tensor(5, 3, low=1, high=3), 2),
+    "multigammaln": (tensor(5, 3, low=1, high=3), 2),
+    # These have no derivative by their first argument.
+    **dict.fromkeys(("igamma", "igammac", "gammainc", "gammaincc", "zeta"), (NO_GRADIENT, ROW)),
 }
 
 

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 
 @torch.library.custom_op("hyper_parallel_swiglu::silu_mul", mutates_args=())
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``, of tensors of one shape."""
-    return F.silu(gate) * up
+    """``silu(gate) * up``, of tensors of one shape; like most kernels it writes a contiguous result."""
+    return (F.silu(gate) * up).contiguous()
 
 
 @torch.library.custom_op("hyper_parallel_swiglu::swiglu", mutates_args=())
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``gate_up[..., 2 * h]``, whose first half is the gate; gives ``[..., h]``."""
+    """``silu(gate) * up`` of ``gate_up[..., 2 * h]``, whose first half is the gate; gives a contiguous ``[..., h]``."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.silu(gate) * up).contiguous()
 
 
 @torch.library.custom_op("hyper_parallel_swiglu::swiglu_backward", mutates_args=())
@@ -27,12 +27,12 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
-    return torch.cat([grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu], -1)
+    return torch.cat([grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu], -1).contiguous()
 
 
 @silu_mul.register_fake
 def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(up)
+    return torch.empty_like(up, memory_format=torch.contiguous_format)
 
 
 @swiglu.register_fake
@@ -42,7 +42,7 @@ def _(gate_up: torch.Tensor) -> torch.Tensor:
 
 @swiglu_backward.register_fake
 def _(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(gate_up)
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
