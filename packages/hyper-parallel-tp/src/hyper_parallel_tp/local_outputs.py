@@ -6,12 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel import DTensor
+from hyper_parallel import DeviceMesh, DTensor
+from hyper_parallel.mesh import mesh_info
 from hyper_parallel.placements import is_shard
 
 
-def local_piece(value: Any, module: nn.Module) -> Any:
-    """This rank's piece of a DTensor, as a plain tensor; anything else as it is.
+def local_piece(value: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
+    """This rank's piece of a DTensor on the style's mesh, as a plain tensor; anything else as it is.
+
+    A DTensor on a larger mesh, such as that of a batch laid out over data axes, stays one: of its plain piece nobody
+    would know that it is a part of the batch.
 
     Pieces of different length are handed out only along the last dim: there the next layer knows the whole length. A
     plain piece of a sequence says nothing about the others, and ranks that guess differently would hang.
@@ -19,7 +23,7 @@ def local_piece(value: Any, module: nn.Module) -> Any:
     Raises:
         ValueError: another dim is unevenly sharded.
     """
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensor) or value.layout.info is not mesh_info(mesh):
         return value
     for axis, placement in enumerate(value.placements):
         if is_shard(placement) and placement.dim != value.ndim - 1:

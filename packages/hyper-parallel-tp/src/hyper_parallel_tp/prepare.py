@@ -42,7 +42,7 @@ def _mover(
 
     def move(module: nn.Module, value: Any) -> Any:
         value = boundary(value)
-        return local_piece(value, module) if local else value
+        return local_piece(value, module, mesh) if local else value
 
     return move
 

@@ -70,7 +70,7 @@ class _ProjectionStyle(ParallelStyle):
 
         def change_output(module: nn.Module, value: Any) -> Any:
             value = leave(value)
-            return local_piece(value, module) if self.use_local_output else value
+            return local_piece(value, module, device_mesh) if self.use_local_output else value
 
         change_inputs(module, [change_input])
         change_outputs(module, [change_output])

@@ -38,7 +38,7 @@ class SequenceParallel(ParallelStyle):
         change_inputs(module, [lambda module, value: enter(value)])
         if self.use_local_output:
             module.register_forward_hook(
-                lambda module, args, output: map_dtensors(output, lambda t: local_piece(t, module))
+                lambda module, args, output: map_dtensors(output, lambda t: local_piece(t, module, device_mesh))
             )
         return module
 
@@ -80,7 +80,7 @@ class NoParallel(ParallelStyle):
         def change_output(module: nn.Module, args: Any, output: Any) -> Any:
             def move(value: DTensor) -> Any:
                 value = leave(value)
-                return local_piece(value, module) if self.use_local_output else value
+                return local_piece(value, module, device_mesh) if self.use_local_output else value
 
             return map_dtensors(output, move)
 
