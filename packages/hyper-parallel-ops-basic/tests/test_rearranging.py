@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyper_parallel import PackedShard, Shard, distribute_tensor
+from hyper_parallel import PackedShard, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
@@ -92,3 +92,28 @@ def test_joining_along_the_sharded_dim_needs_no_communication():
     assert joined.placements == (PackedShard(0, (5, 8)),)
     assert first.placements == second.placements == (Shard(0),)
     assert torch.equal(joined.full_tensor(), torch.cat([a, b]))
+
+
+def in_one_piece(x, y, joined, moved):
+    """cat under the strict policy: the layout, what travels forward and backward, and the values."""
+    with redistribute_policy("strict"), CommTrace() as trace:
+        result = torch.cat([x, y])
+        repeated = x.repeat(2, 1)
+        (result.sum() + repeated.sum()).backward()
+    assert result.placements == joined
+    assert dict(trace.counts) == moved
+    assert torch.equal(result.full_tensor(), torch.cat([x.full_tensor(), y.full_tensor()]))
+    assert torch.equal(repeated.full_tensor(), x.full_tensor().repeat(2, 1))
+
+
+@pytest.mark.ranks(4)
+def test_joining_packed_pieces_packs_them_all():
+    x = distribute_tensor(torch.randn(9, 3), mesh_of((4,)), [PackedShard(0, (5, 4))]).requires_grad_()
+    y = distribute_tensor(torch.randn(6, 3), mesh_of((4,)), [Shard(0)])
+    in_one_piece(x, y, (PackedShard(0, (5, 4, 6)),), {})
+
+
+@pytest.mark.ranks(4)
+def test_joining_along_a_dim_that_two_axes_shard_moves_elements_once():
+    a, b = (distribute_tensor(torch.randn(n, 3), mesh_of((2, 2)), [Shard(0), Shard(0)]) for n in (9, 6))
+    in_one_piece(a.requires_grad_(), b, (Shard(0), Shard(0)), {"all_to_all": 4})

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim
+from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.dispatcher import dispatch
-from hyper_parallel.families.moving import Moving, pending_rows
+from hyper_parallel.families.moving import Move, Moving, pending_rows, plain
 from hyper_parallel.op import FunctionOp, OpSummary
-from hyper_parallel.placements import PackedShard, Partial
+from hyper_parallel.placements import Partial
+from hyper_parallel.plan import fit_rank
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
-from .joining import packed_or_plain
+from .joining import packed_or_plain, sections_of
 
 
 class Flip(Moving):
@@ -77,12 +78,13 @@ class Roll(Moving):
 
 
 class Repeat(StrategyOp):
-    """``repeat`` and ``tile``: whole copies side by side, which along a sharded dimension are packed sections."""
+    """``repeat`` and ``tile``: whole copies side by side, which along a dimension that one axis shards are packed
+    sections; where several axes shard it the copies travel to a plain shard of the result."""
 
     summary = OpSummary(
         "every dim; a repeated one, on one axis, becomes `PackedShard`",
         pending="passes, of any kind",
-        whole="a repeated dim that several axes shard",
+        communicates="repeated dim that several axes shard: 1 all-to-all of the elements that change rank | the same",
     )
 
     signature = "input, *sizes"
@@ -93,11 +95,38 @@ class Repeat(StrategyOp):
         added = len(times) - len(spec.shape)
         for d, size in enumerate(spec.shape):
             axes = spec.layout.shard_order[d]
-            if times[d + added] == 1:
+            if times[d + added] == 1 or len(axes) > 1:
                 yield Strategy([S(d)], S(d + added))
-            elif len(axes) == 1 and not isinstance(spec.layout.placements[axes[0]], PackedShard):
-                yield Strategy([S(d)], packed_or_plain(d + added, (size,) * times[d + added]))
+            elif axes:
+                have = spec.layout.placements[axes[0]]
+                yield Strategy([have], packed_or_plain(d + added, sections_of(have, size) * times[d + added]))
         yield from pending_rows(call)
+
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        target, (output,) = solution.targets[0], solution.outputs
+        assert output is not None
+        times, shape = self.times(call), tuple(call.inputs[0].shape)
+        added = len(times) - len(shape)
+        spread = [d for d in range(len(shape)) if times[d + added] != 1 and len(target.shard_order[d]) > 1]
+        if not spread:
+            return solution
+        output = plain(fit_rank(output, len(times)), [d + added for d in spread])
+        copies = [1 if d - added in spread else n for d, n in enumerate(times)]
+        moves = [
+            (at, Move.between(target, shape[d], d, output, at, torch.arange(shape[d]).repeat(times[at])))
+            for d in spread
+            for at in [d + added]
+        ]
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            x = x.repeat(copies)
+            for d, move in moves:
+                x = move(x, d)
+            return x
+
+        solution.outputs, solution.local = [output], local
+        return solution
 
     @staticmethod
     def times(call: Call) -> list[int]:
