@@ -116,7 +116,7 @@ def test_what_was_remembered_before_loading_is_not_used_after(tmp_path):
     net = nn.Module()
     net.w = as_parameter(make(torch.ones(2, 3), mesh_of((4,)), [Shard(0)]), nn.Parameter(torch.ones(1)))
     save_safetensors(net, tmp_path)
-    from hyper_parallel.dtensor import remembered
+    from hyper_parallel.conversion import remembered
 
     with torch.no_grad():
         net.w.zero_()

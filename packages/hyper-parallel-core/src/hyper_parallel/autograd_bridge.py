@@ -17,7 +17,8 @@ from hyper_parallel.placements import is_partial
 from hyper_parallel.wrapper_graph import joined, same_as
 
 if TYPE_CHECKING:
-    from hyper_parallel.dtensor import DTensor, Form
+    from hyper_parallel.conversion import Form
+    from hyper_parallel.dtensor import DTensor
     from hyper_parallel.spec import Spec
     from hyper_parallel.steps import Pending
 
@@ -205,8 +206,9 @@ def gradient_paths(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
-    from hyper_parallel.dtensor import DTensor, convert, gradient_spec, wrap
-    from hyper_parallel.spec import contiguous_stride, make_spec
+    from hyper_parallel.conversion import convert
+    from hyper_parallel.dtensor import DTensor, wrap
+    from hyper_parallel.spec import contiguous_stride, gradient_spec, make_spec
 
     spec = tensor._spec
     local = tensor._resolve()

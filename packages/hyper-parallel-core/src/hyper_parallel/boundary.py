@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.context import implicit_replication, state
-from hyper_parallel.dtensor import DTensor, remembered
+from hyper_parallel.conversion import remembered
+from hyper_parallel.dtensor import DTensor
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import is_replicate, is_shard

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.arguments import first_dtensor, map_arguments, replica_spec
-from hyper_parallel.dtensor import DTensor, reduced_form, remembered, wrap
+from hyper_parallel.conversion import reduced_form, remembered
+from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.in_place import vary_in_place
 from hyper_parallel.plan import Plan
 from hyper_parallel.structures import map_tensors

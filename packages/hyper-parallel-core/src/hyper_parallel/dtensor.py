@@ -16,25 +16,15 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
-from hyper_parallel import autograd_bridge, comm, torch_state_dicts
+from hyper_parallel import autograd_bridge, torch_state_dicts
 from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.boxes import local_shape
 from hyper_parallel.layout import Layout, _rebuild_layout, as_layout
+from hyper_parallel.local_pieces import check_ranks_agree, check_replicas_agree, global_shape
 from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, is_replicate
-from hyper_parallel.redistribute import (
-    PLAIN,
-    Move,
-    _How,
-    describe,
-    gradient_layout,
-    move_of,
-    moved,
-    target_spec,
-    transition,
-    varying_axes,
-)
-from hyper_parallel.spec import NOT_VARYING, Spec, dual, in_memory_order, make_spec, stride_like
+from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate
+from hyper_parallel.redistribute import How, convert_gradient, describe, gradient_layout, target_spec, varying_axes
+from hyper_parallel.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
 from hyper_parallel.wrapper import new_wrapper
 
 __all__ = ["DTensor", "wrap"]
@@ -54,12 +44,12 @@ class DTensor(torch.Tensor):
     # What has to happen before the local tensor may be used; None in the common case.
     _pending: Any
 
-    # Forms that were computed once (see remembered); never copied or pickled.
+    # Forms that were computed once (see conversion.remembered); never copied or pickled.
     _memo: dict[Any, Any] | None = None
     # Of a pending reduction: the form that was reduced once, with what it depends on.
-    _reduced: Form | None = None
+    _reduced: conversion.Form | None = None
     # What this tensor was redistributed from, so that a later use as varying can fuse.
-    _origin: Origin | None = None
+    _origin: conversion.Origin | None = None
     # The DTensor of which this one is a view, and the views of this one.
     _base_dtensor: Any = None
     _views: list[weakref.ref[DTensor]] = []  # noqa: RUF012 - replaced by a list of its own before it grows
@@ -111,12 +101,12 @@ class DTensor(torch.Tensor):
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
         layout = as_layout(device_mesh, placements, local_tensor.ndim)
-        shape = _global_shape(local_tensor, layout, shape, stride)
+        shape = global_shape(local_tensor, layout, shape, stride)
         here = layout.info.my_coordinate()
         expected = local_shape(layout, shape, here)
         fits = tuple(local_tensor.shape) == expected
         if run_check:
-            _check_ranks_agree(fits, layout, shape, local_tensor.dtype)
+            check_ranks_agree(fits, layout, shape, local_tensor.dtype)
         if not fits:
             raise ValueError(
                 f"from_local: local shape {tuple(local_tensor.shape)} does not fit global shape {shape} with "
@@ -124,14 +114,14 @@ class DTensor(torch.Tensor):
                 "Pass shape= with the global shape when the shards are uneven"
             )
         if run_check and not local_tensor.is_meta:
-            _check_replicas_agree(local_tensor, layout, shape)
+            check_replicas_agree(local_tensor, layout, shape)
         full_stride = tuple(stride) if stride is not None else stride_like(local_tensor, shape, layout)
         gradient = gradient_layout(layout, NOT_VARYING, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and local_tensor.is_leaf:
             local_tensor = local_tensor.view_as(local_tensor)  # so that the DTensor is no leaf itself
         varying = NOT_VARYING if grad_placements is None else varying_axes(layout, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and grad_placements is not None:
-            local_tensor = _GradientLayout.apply(local_tensor, dual(layout, varying), gradient, shape)
+            local_tensor = convert_gradient(local_tensor, dual(layout, varying), gradient, shape)
         return wrap(local_tensor, make_spec(layout, shape, full_stride, local_tensor.dtype, varying))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -147,7 +137,7 @@ class DTensor(torch.Tensor):
             return local
         spec = self._spec
         given = gradient_layout(spec.layout, spec.varying, grad_placements)
-        return _GradientLayout.apply(local, given, dual(spec.layout, spec.varying), tuple(spec.shape))
+        return convert_gradient(local, given, dual(spec.layout, spec.varying), tuple(spec.shape))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, as a plain tensor. All ranks of the mesh must call it.
@@ -201,8 +191,8 @@ class DTensor(torch.Tensor):
         if grad_placements is not None:
             gradient_layout(layout, NOT_VARYING, grad_placements)  # raises when they do not fit
             varying = varying_axes(layout, grad_placements)
-        how = _How(forward_dtype, backward_dtype, want_pending=async_op)
-        return convert(self, target_spec(spec, layout, varying), how)
+        how = How(forward_dtype, backward_dtype, want_pending=async_op)
+        return conversion.convert(self, target_spec(spec, layout, varying), how)
 
     def reduce_partial(self) -> DTensor:
         """Every pending reduction carried out: Partial becomes Replicate. Computed once per tensor."""
@@ -210,7 +200,7 @@ class DTensor(torch.Tensor):
         if not layout.is_partial():
             return self
         pending = {a: Replicate() for a, p in enumerate(layout.placements) if isinstance(p, Partial)}
-        return remembered(self, layout.with_placements(pending))
+        return conversion.remembered(self, layout.with_placements(pending))
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -351,7 +341,7 @@ class DTensor(torch.Tensor):
                 f"the gradient of a DTensor of shape {tuple(self.shape)} is a DTensor of that shape, got "
                 f"{type(value).__name__} of shape {tuple(value.shape)}"
             )
-        value = convert(value, target_spec(value._spec, *dual(self._spec.layout, self._spec.varying)))
+        value = conversion.convert(value, target_spec(value._spec, *dual(self._spec.layout, self._spec.varying)))
         self._local.grad = value._resolve()
         self._grad_wrapper = value
 
@@ -404,7 +394,7 @@ class DTensor(torch.Tensor):
                 return None
             if not isinstance(result, DTensor):
                 raise TypeError(f"a hook of a DTensor returns a DTensor or None, got {type(result).__name__}")
-            return convert(result, target_spec(result._spec, wanted.layout, wanted.varying)).to_local()
+            return conversion.convert(result, target_spec(result._spec, wanted.layout, wanted.varying)).to_local()
 
         return autograd_bridge.with_history(self).register_hook(local_hook)
 
@@ -528,211 +518,9 @@ def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
 DTensor._local = DTensor._local_tensor  # type: ignore[attr-defined]  # the name by which wrapper.py sets it
 
 
-class _GradientLayout(torch.autograd.Function):
-    """Identity whose gradient is moved from one typed layout to another."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, given: Any, wanted: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        ctx.args = (given, wanted, shape)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        given, wanted, shape = ctx.args
-        return transition(grad, given, wanted, shape), None, None, None
-
-
-def gradient_spec(spec: Spec, dtype: torch.dtype) -> Spec:
-    """The spec of the gradient of a tensor with ``spec``; like autograd, with the dims in the tensor's order."""
-    layout, varying = dual(spec.layout, spec.varying)
-    return make_spec(layout, spec.shape, spec.dense_stride, dtype, varying)
-
-
 def wrap_gradient(grad: torch.Tensor, spec: Spec) -> DTensor:
     """A local gradient of a tensor with ``spec`` as a DTensor."""
     return wrap(in_memory_order(grad, spec.memory_order), gradient_spec(spec, grad.dtype))
-
-
-def convert(tensor: DTensor, spec: Spec, how: _How | None = None) -> DTensor:
-    """The tensor in another spec of the same shape; itself when nothing changes."""
-    old = tensor._spec
-    if spec is old:
-        return tensor
-    local = tensor._local if tensor._pending is None else tensor._resolve()
-    origin = tensor._origin
-    if origin is not None and old.layout is spec.layout and torch.is_grad_enabled() and origin.is_current(local):
-        # Used as varying after a redistribution: one node from where it came from, with the value we have already.
-        how = _How(value=local.detach())
-        local, move = origin.local, move_of(origin.typed, (spec.layout, spec.varying), old.shape, old.memory_order)
-    else:
-        move = old.moves.get(spec) or _move_between(old, spec)
-    local_result = moved(local, move, PLAIN if how is None else how)
-    result = wrap(local_result, spec)
-    if how is not None and how.pending is not None:
-        result._pending = autograd_bridge.InFlight(how.pending, result._pending)
-    if move.src[0] is not move.dst[0] and local_result.requires_grad and (how is None or how.backward_dtype is None):
-        result._origin = Origin(local, move.src, local_result)
-    return result
-
-
-def _move_between(old: Spec, new: Spec) -> Move:
-    src, dst = (old.layout, old.varying), (new.layout, new.varying)
-    move = old.moves[new] = move_of(src, dst, old.shape, old.memory_order)
-    return move
-
-
-class Origin:
-    """What a tensor was redistributed from: a later use as varying starts from there, unless one of the two changed."""
-
-    __slots__ = ("local", "typed", "versions")
-
-    def __init__(self, local: torch.Tensor, typed: Any, result: torch.Tensor) -> None:
-        self.local, self.typed = local, typed
-        self.versions = (local._version, result._version)
-
-    def is_current(self, result: torch.Tensor) -> bool:
-        """Whether neither was written to since."""
-        return self.local.requires_grad and self.versions == (self.local._version, result._version)
-
-    def completed(self, result: torch.Tensor) -> None:
-        """The result arrived, which counted as a write to it."""
-        self.versions = (self.versions[0], result._version)
-
-
-class Form:
-    """A tensor in another layout, computed once."""
-
-    __slots__ = ("grad", "needed", "own", "result", "spec", "version")
-
-    def __init__(self, tensor: DTensor, result: DTensor) -> None:
-        self.result, self.spec, self.grad = result, tensor._spec, torch.is_grad_enabled()
-        self.needed, self.version, self.own = (
-            tensor._local.requires_grad,
-            tensor._local._version,
-            result._local._version,
-        )
-
-    def is_current(self, tensor: DTensor) -> bool:
-        """Whether it is what would be computed now. The same on all ranks: a write counts on each of them
-        (:func:`hyper_parallel.in_place.before_write`), also on those that hold nothing of what is written."""
-        local = tensor._local
-        return (
-            self.spec is tensor._spec
-            and self.grad == torch.is_grad_enabled()
-            and self.needed == local.requires_grad
-            and self.version == local._version
-            and self.own == self.result._local._version
-        )
-
-    def completed(self) -> None:
-        """The result arrived, which counted as a write to it."""
-        self.own = self.result._local._version
-
-
-def remembered(
-    tensor: DTensor, layout: Layout, varying: frozenset[int] | None = None, *, in_flight: bool = False
-) -> DTensor:
-    """As :func:`convert`, computed once per tensor while its data does not change.
-
-    Args:
-        tensor: the tensor.
-        layout: the layout wanted.
-        varying: axes on which the gradient is wanted in terms; None keeps what there is.
-        in_flight: return while a collective is running; the first use waits.
-    """
-    local = tensor._resolve()
-    old = tensor._spec
-    if local.is_inference():  # has no version that would tell of writes
-        return convert(tensor, target_spec(old, layout, varying))
-    if varying is None:
-        varying = frozenset(a for a in old.varying if is_replicate(layout.placements[a]))
-    memo = tensor._memo
-    if memo is None:
-        memo = tensor._memo = {}
-    key = (id(layout), varying, torch.is_grad_enabled(), local.requires_grad)
-    form: Form | None = memo.get(key)
-    if form is not None and form.is_current(tensor):
-        return form.result
-    spec = target_spec(old, layout, varying)
-    if spec is old:
-        return tensor
-    result = convert(tensor, spec, _How(want_pending=True) if in_flight else None)
-    if result._local.is_inference():
-        return result
-    memo[key] = form = Form(tensor, result)
-    if isinstance(result._pending, autograd_bridge.InFlight):
-        result._pending.form = form
-    if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:
-        tensor._reduced = form
-    return result
-
-
-def reduced_form(tensor: DTensor) -> DTensor:
-    """A pending reduction that was carried out once, in its reduced form while that is current; else the tensor
-    itself."""
-    form = tensor._reduced
-    return tensor if form is None or not form.is_current(tensor) else form.result
-
-
-def _global_shape(
-    local: torch.Tensor, layout: Layout, shape: Sequence[int] | None, stride: Sequence[int] | None
-) -> tuple[int, ...]:
-    """The global shape that ``from_local`` was given, or that follows when every rank holds as much."""
-    for name, given in (("shape", shape), ("stride", stride)):
-        if given is not None and len(given) != local.ndim:
-            raise ValueError(f"from_local: {name}={tuple(given)} for a local tensor of {local.ndim} dimensions")
-    if shape is not None:
-        return tuple(shape)
-    if stride is not None:
-        raise ValueError("from_local: stride needs shape too")
-    found = list(local.shape)
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Shard):
-            found[placement.dim] *= layout.mesh_shape[axis]
-    for placement in layout.placements:
-        if isinstance(placement, PackedShard):
-            found[placement.dim] = sum(placement.sections)
-    return tuple(found)
-
-
-_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
-
-
-def _check_ranks_agree(fits: bool, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError on every rank when the ranks give different dtypes or global shapes, or one of them holds a
-    wrong piece."""
-    info = layout.info
-    everyone = info.group(tuple(range(info.ndim)))
-    kind = _DTYPES.index(dtype)
-    extremes = torch.tensor([int(not fits), kind, -kind, *shape, *(-s for s in shape)], device=info.default_device())
-    comm.all_reduce(extremes, everyone, "max")
-    wrong, last, first, *sizes = extremes.tolist()
-    if last != -first:
-        raise ValueError(f"from_local: the ranks hold different dtypes, among them {_DTYPES[-first]}, {_DTYPES[last]}")
-    high, low = sizes[: len(shape)], [-s for s in sizes[len(shape) :]]
-    if low != high:
-        raise ValueError(f"from_local: the ranks disagree on the global shape: between {low} and {high}; pass shape=")
-    if wrong and fits:
-        raise ValueError(
-            f"from_local: another rank's local shape does not fit global shape {shape} with {describe(layout)}"
-        )
-
-
-def _check_replicas_agree(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
-    """Raise ValueError on every rank when ranks hold different values where the layout says Replicate."""
-    info = layout.info
-    local = local.detach()
-    copies = {a: Partial() for a, p in enumerate(layout.placements) if isinstance(p, Replicate)}
-    # As numbers that add up without rounding, NaN included: the first copy and zeros elsewhere sum to the first copy.
-    bits = local.contiguous().view(torch.uint8) if local.ndim else local.reshape(1).view(torch.uint8)
-    flat = Layout.from_placements(layout.mesh, [Replicate()] * info.ndim, ndim=bits.ndim)
-    terms = (flat.with_placements(copies), NOT_VARYING)
-    size = tuple(bits.shape)
-    first = transition(transition(bits, (flat, NOT_VARYING), terms, size), terms, (flat, NOT_VARYING), size)
-    differs = torch.tensor(int(not torch.equal(first, bits)), device=info.default_device())
-    comm.all_reduce(differs, info.group(tuple(range(info.ndim))), "max")
-    if int(differs):
-        raise ValueError(f"from_local: the ranks hold different values where {describe(layout)} says Replicate")
 
 
 def _travelling_attributes(tensor: DTensor) -> dict[str, Any]:
@@ -765,3 +553,5 @@ _types_of_clipping.append(DTensor)
 
 
 torch_state_dicts.install()
+
+from hyper_parallel import conversion  # noqa: E402 - it needs the class

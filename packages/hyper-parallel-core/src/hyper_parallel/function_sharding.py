@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hyper_parallel import comm
-from hyper_parallel.dtensor import DTensor, remembered, wrap
+from hyper_parallel.conversion import remembered
+from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh

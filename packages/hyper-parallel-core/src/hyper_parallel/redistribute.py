@@ -63,7 +63,7 @@ class _Transition(torch.autograd.Function):
     """A move with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, move: Move, how: _How) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, move: Move, how: How) -> torch.Tensor:
         ctx.move, ctx.how = move, how
         ctx.where = comm_trace.user_line() if comm_trace._active else None
         if how.value is not None:
@@ -83,7 +83,7 @@ class _Transition(torch.autograd.Function):
 _apply_transition = super(torch.autograd.Function, _Transition).apply
 
 
-class _How:
+class How:
     """How a transition is carried out: dtypes on the wire, at once or in flight, or with a known value."""
 
     __slots__ = ("backward_dtype", "forward_dtype", "pending", "value", "want_pending")
@@ -99,8 +99,8 @@ class _How:
         self.want_pending, self.value = want_pending, value
         self.pending: Pending | None = None
 
-    def reverse(self) -> _How:
-        return PLAIN if self.backward_dtype is None else _How(self.backward_dtype, self.forward_dtype)
+    def reverse(self) -> How:
+        return PLAIN if self.backward_dtype is None else How(self.backward_dtype, self.forward_dtype)
 
     def run(self, local: torch.Tensor, move: Move) -> torch.Tensor:
         if move.order is None:
@@ -122,7 +122,7 @@ class _How:
         return self.pending.out
 
 
-PLAIN = _How()
+PLAIN = How()
 
 
 def _described(move: Move, where: str | None, phase: str) -> AbstractContextManager[None]:
@@ -134,7 +134,7 @@ def describe(layout: Layout) -> str:
     return ",".join(short(p) for p in layout.placements)
 
 
-def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: _How = PLAIN) -> torch.Tensor:
+def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ...], how: How = PLAIN) -> torch.Tensor:
     """A local tensor moved between typed layouts, differentiable when the tensor needs a gradient.
 
     Raises:
@@ -143,7 +143,7 @@ def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ..
     return moved(local, move_of(src, dst, shape), how)
 
 
-def moved(local: torch.Tensor, move: Move, how: _How = PLAIN) -> torch.Tensor:
+def moved(local: torch.Tensor, move: Move, how: How = PLAIN) -> torch.Tensor:
     """As :func:`transition`."""
     tracked = torch.is_grad_enabled() and local.requires_grad
     if tracked and not move.only_sums:
@@ -156,7 +156,7 @@ def moved(local: torch.Tensor, move: Move, how: _How = PLAIN) -> torch.Tensor:
     return _run(local, move, how, tracked)
 
 
-def _run(local: torch.Tensor, move: Move, how: _How, tracked: bool) -> torch.Tensor:
+def _run(local: torch.Tensor, move: Move, how: How, tracked: bool) -> torch.Tensor:
     return _apply_transition(local, move, how) if tracked else how.run(local, move)
 
 
@@ -228,3 +228,24 @@ def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: An
                 f"{allowed}, not {grad!r}"
             )
     return wanted, frozenset(a for a in duals if is_replicate(wanted.placements[a]))
+
+
+class _GradientLayout(torch.autograd.Function):
+    """Identity whose gradient is moved from one typed layout to another."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, given: Any, wanted: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.args = (given, wanted, shape)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        given, wanted, shape = ctx.args
+        return transition(grad, given, wanted, shape), None, None, None
+
+
+def convert_gradient(local: torch.Tensor, given: Typed, wanted: Typed, shape: tuple[int, ...]) -> torch.Tensor:
+    """The same local tensor, of global shape ``shape``, whose gradient comes in as ``given`` and goes on as
+    ``wanted``."""
+    result: torch.Tensor = _GradientLayout.apply(local, given, wanted, shape)
+    return result

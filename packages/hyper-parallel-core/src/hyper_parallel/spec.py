@@ -221,3 +221,9 @@ def dual(layout: Layout, varying: frozenset[int]) -> tuple[Layout, frozenset[int
         changes.update({a: Replicate() for a in sums})
         found = layout._dual[varying] = (layout.with_placements(changes), frozenset(sums))
     return found
+
+
+def gradient_spec(spec: Spec, dtype: torch.dtype) -> Spec:
+    """The spec of the gradient of a tensor with ``spec``; like autograd, with the dims in the tensor's order."""
+    layout, varying = dual(spec.layout, spec.varying)
+    return make_spec(layout, spec.shape, spec.dense_stride, dtype, varying)

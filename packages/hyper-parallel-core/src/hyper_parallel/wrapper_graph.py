@@ -172,7 +172,9 @@ def _run_checkpoint(node: Any, edges: list[Any], grads: tuple[Any, ...]) -> list
 
 def _to_leaf(edge: Any, grad: Any) -> Any:
     """The gradient as the source of an edge takes it: a leaf's local gradient, else the DTensor as it is."""
-    from hyper_parallel.dtensor import DTensor, convert, gradient_spec
+    from hyper_parallel.conversion import convert
+    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.spec import gradient_spec
 
     node, _ = edge
     if grad is None or not isinstance(node, _AccumulateGrad):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.context import state
-from hyper_parallel.dtensor import DTensor, remembered, wrap
+from hyper_parallel.conversion import remembered
+from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import FunctionOp, OpSummary

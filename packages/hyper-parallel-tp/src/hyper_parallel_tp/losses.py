@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Replicate, all_reduce
-from hyper_parallel.dtensor import remembered
+from hyper_parallel.conversion import remembered
 from hyper_parallel.placements import is_replicate
 from hyper_parallel_tp.loss_parallel import loss_parallel
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Layout, Placement, Replicate, Shard
 from hyper_parallel.call import normal_dim
-from hyper_parallel.dtensor import remembered, wrap
+from hyper_parallel.conversion import remembered
+from hyper_parallel.dtensor import wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.placements import is_replicate, is_shard, on_dim

@@ -1,0 +1,142 @@
+"""A DTensor in another layout, with what has been computed for it already.
+
+Two things are remembered, each while the data does not change: the forms of a tensor that were computed (:class:`Form`;
+q, k and v projections that share one input make one collective), and what a tensor was redistributed from
+(:class:`Origin`; a gathered tensor that is used as varying has one reduce-scatter as its backward).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.autograd_bridge import InFlight
+from hyper_parallel.dtensor import DTensor, wrap
+from hyper_parallel.layout import Layout
+from hyper_parallel.placements import is_replicate
+from hyper_parallel.redistribute import PLAIN, How, Move, move_of, moved, target_spec
+from hyper_parallel.spec import Spec
+
+__all__ = ["convert", "reduced_form", "remembered"]
+
+
+def convert(tensor: DTensor, spec: Spec, how: How | None = None) -> DTensor:
+    """The tensor in another spec of the same shape; itself when nothing changes."""
+    old = tensor._spec
+    if spec is old:
+        return tensor
+    local = tensor._local if tensor._pending is None else tensor._resolve()
+    origin = tensor._origin
+    if origin is not None and old.layout is spec.layout and torch.is_grad_enabled() and origin.is_current(local):
+        # Used as varying after a redistribution: one node from where it came from, with the value we have already.
+        how = How(value=local.detach())
+        local, move = origin.local, move_of(origin.typed, (spec.layout, spec.varying), old.shape, old.memory_order)
+    else:
+        move = old.moves.get(spec) or _move_between(old, spec)
+    local_result = moved(local, move, PLAIN if how is None else how)
+    result = wrap(local_result, spec)
+    if how is not None and how.pending is not None:
+        result._pending = InFlight(how.pending, result._pending)
+    if move.src[0] is not move.dst[0] and local_result.requires_grad and (how is None or how.backward_dtype is None):
+        result._origin = Origin(local, move.src, local_result)
+    return result
+
+
+def _move_between(old: Spec, new: Spec) -> Move:
+    src, dst = (old.layout, old.varying), (new.layout, new.varying)
+    move = old.moves[new] = move_of(src, dst, old.shape, old.memory_order)
+    return move
+
+
+class Origin:
+    """What a tensor was redistributed from: a later use as varying starts from there, unless one of the two changed."""
+
+    __slots__ = ("local", "typed", "versions")
+
+    def __init__(self, local: torch.Tensor, typed: Any, result: torch.Tensor) -> None:
+        self.local, self.typed = local, typed
+        self.versions = (local._version, result._version)
+
+    def is_current(self, result: torch.Tensor) -> bool:
+        """Whether neither was written to since."""
+        return self.local.requires_grad and self.versions == (self.local._version, result._version)
+
+    def completed(self, result: torch.Tensor) -> None:
+        """The result arrived, which counted as a write to it."""
+        self.versions = (self.versions[0], result._version)
+
+
+class Form:
+    """A tensor in another layout, computed once."""
+
+    __slots__ = ("grad", "needed", "own", "result", "spec", "version")
+
+    def __init__(self, tensor: DTensor, result: DTensor) -> None:
+        self.result, self.spec, self.grad = result, tensor._spec, torch.is_grad_enabled()
+        self.needed, self.version, self.own = (
+            tensor._local.requires_grad,
+            tensor._local._version,
+            result._local._version,
+        )
+
+    def is_current(self, tensor: DTensor) -> bool:
+        """Whether it is what would be computed now. The same on all ranks: a write counts on each of them
+        (:func:`hyper_parallel.in_place.before_write`), also on those that hold nothing of what is written."""
+        local = tensor._local
+        return (
+            self.spec is tensor._spec
+            and self.grad == torch.is_grad_enabled()
+            and self.needed == local.requires_grad
+            and self.version == local._version
+            and self.own == self.result._local._version
+        )
+
+    def completed(self) -> None:
+        """The result arrived, which counted as a write to it."""
+        self.own = self.result._local._version
+
+
+def remembered(
+    tensor: DTensor, layout: Layout, varying: frozenset[int] | None = None, *, in_flight: bool = False
+) -> DTensor:
+    """As :func:`convert`, computed once per tensor while its data does not change.
+
+    Args:
+        tensor: the tensor.
+        layout: the layout wanted.
+        varying: axes on which the gradient is wanted in terms; None keeps what there is.
+        in_flight: return while a collective is running; the first use waits.
+    """
+    local = tensor._resolve()
+    old = tensor._spec
+    if local.is_inference():  # has no version that would tell of writes
+        return convert(tensor, target_spec(old, layout, varying))
+    if varying is None:
+        varying = frozenset(a for a in old.varying if is_replicate(layout.placements[a]))
+    memo = tensor._memo
+    if memo is None:
+        memo = tensor._memo = {}
+    key = (id(layout), varying, torch.is_grad_enabled(), local.requires_grad)
+    form: Form | None = memo.get(key)
+    if form is not None and form.is_current(tensor):
+        return form.result
+    spec = target_spec(old, layout, varying)
+    if spec is old:
+        return tensor
+    result = convert(tensor, spec, How(want_pending=True) if in_flight else None)
+    if result._local.is_inference():
+        return result
+    memo[key] = form = Form(tensor, result)
+    if isinstance(result._pending, InFlight):
+        result._pending.form = form
+    if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:
+        tensor._reduced = form
+    return result
+
+
+def reduced_form(tensor: DTensor) -> DTensor:
+    """A pending reduction that was carried out once, in its reduced form while that is current; else the tensor
+    itself."""
+    form = tensor._reduced
+    return tensor if form is None or not form.is_current(tensor) else form.result
