@@ -25,24 +25,17 @@ from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.redistribute import How, convert_gradient, describe, gradient_layout, target_spec, varying_axes
 from hyper_parallel.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
-from hyper_parallel.wrapper import new_wrapper
+from hyper_parallel.wrapper import Wrapper, new_wrapper
 
 __all__ = ["DTensor", "wrap"]
 
 
-class DTensor(torch.Tensor):
+class DTensor(Wrapper):
     """A tensor spread over a device mesh.
 
     Make one with :meth:`from_local`, :func:`hyper_parallel.distribute_tensor` or a factory such as
     ``hyper_parallel.zeros``. ``shape``, ``size``, ``stride``, ``numel``, ``len`` are those of the global tensor.
     """
-
-    # Read and set on every call, therefore slots.
-    __slots__ = ("_local_tensor", "_pending", "_spec")
-    _local: torch.Tensor
-    _spec: Spec
-    # What has to happen before the local tensor may be used; None in the common case.
-    _pending: Any
 
     # Forms that were computed once (see conversion.remembered); never copied or pickled.
     _memo: dict[Any, Any] | None = None
@@ -201,96 +194,6 @@ class DTensor(torch.Tensor):
             return self
         pending = {a: Replicate() for a, p in enumerate(layout.placements) if isinstance(p, Partial)}
         return conversion.remembered(self, layout.with_placements(pending))
-
-    # -- what it is -----------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """The :class:`Layout` (not ``torch.layout``: a DTensor is always strided)."""
-        return self._spec.layout
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh axis."""
-        return self._spec.layout.placements
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh."""
-        return self._spec.layout.mesh
-
-    @property
-    def grad_placements(self) -> tuple[Placement, ...]:
-        """Placements of this tensor's gradient: Partial on the axes where the tensor is varying."""
-        return dual(self._spec.layout, self._spec.varying)[0].placements
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Global shape."""
-        return self._spec.shape
-
-    @property
-    def local_shape(self) -> torch.Size:
-        """Shape of this rank's piece."""
-        return self._local.shape
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """Number of dimensions."""
-        return len(self._spec.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Element type."""
-        return self._spec.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Device of this rank's piece."""
-        return self._local.device
-
-    def size(self, dim: int | None = None) -> Any:
-        """Global size, or that of one dimension."""
-        return self._spec.shape if dim is None else self._spec.shape[dim]
-
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self._spec.shape)
-
-    def numel(self) -> int:
-        """Number of elements of the global tensor."""
-        return self._spec.shape.numel()
-
-    def stride(self, dim: int | None = None) -> Any:
-        """Global stride, or that of one dimension."""
-        return self._spec.stride if dim is None else self._spec.stride[dim]
-
-    def __len__(self) -> int:
-        if not self._spec.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self._spec.shape[0]
-
-    def __iter__(self) -> Any:
-        return iter(self.unbind(0))
-
-    def __format__(self, format_spec: str) -> str:
-        """``f"{loss:.3f}"`` formats the number of a 0-dim tensor, as ``item()`` gives it; ``f"{x}"`` is the
-        ``repr``."""
-        return (
-            format(self.item(), format_spec) if format_spec and self.ndim == 0 else object.__format__(self, format_spec)
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        kind = "Parameter DTensor" if getattr(self, "_is_param", False) else "DTensor"
-        layout = self._spec.layout
-        text = f"{kind}(shape={tuple(self.shape)}, dtype={str(self.dtype)[6:]}, {layout!r}"
-        if self._spec.varying:
-            text += f", gradient Partial over {tuple(layout.mesh_dim_names[a] for a in sorted(self._spec.varying))}"
-        if self.requires_grad:
-            text += ", requires_grad=True"
-        pending = ", in flight" if isinstance(self._pending, autograd_bridge.InFlight) else ""
-        local = "" if pending else f", local={torch.Tensor.__repr__(self._local.detach())}"
-        return text + pending + local + ")"
 
     # -- autograd: the graph is that of the local tensor ----------------------------------------------------------
 
@@ -513,9 +416,6 @@ def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
     result: DTensor = new_wrapper(DTensor, local, spec, local.requires_grad)
     result._pending = None if torch.is_grad_enabled() else Marks.now
     return result
-
-
-DTensor._local = DTensor._local_tensor  # type: ignore[attr-defined]  # the name by which wrapper.py sets it
 
 
 def wrap_gradient(grad: torch.Tensor, spec: Spec) -> DTensor:

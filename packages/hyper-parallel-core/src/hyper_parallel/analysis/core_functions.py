@@ -25,6 +25,11 @@ def is_answered_by_core(func: Callable[..., Any]) -> bool:
     owner = getattr(func, "__self__", None)
     if isinstance(func, types.MethodWrapperType) and isinstance(owner, (types.GetSetDescriptorType, property)):
         name = owner.fget.__name__ if isinstance(owner, property) and owner.fget else getattr(owner, "__name__", "")
-        return name in vars(DTensor)
+        return _is_own(name)
     name = getattr(func, "__name__", "")
-    return name in vars(DTensor) and getattr(torch.Tensor, name, None) is func
+    return _is_own(name) and getattr(torch.Tensor, name, None) is func
+
+
+def _is_own(name: str) -> bool:
+    """Whether DTensor defines this attribute itself."""
+    return getattr(DTensor, name, None) is not getattr(torch.Tensor, name, None)
