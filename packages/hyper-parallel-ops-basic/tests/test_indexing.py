@@ -24,7 +24,6 @@ class Quick(OpConformance):
 
 
 class TestGetItem(Quick):
-    same_stride = False  # a redistributed or composed result lies in memory in another order
     op = torch.Tensor.__getitem__
     samples = (
         sample(MATRIX, 1).options(name="int"),
@@ -48,6 +47,8 @@ class TestGetItem(Quick):
         sample(tensor(5, 6, dtype=torch.bool), (2, IDS)).options(name="bool"),
         sample(MATRIX, tensor(dtype=torch.int64)).options(name="int in a tensor"),
         sample(MATRIX, True).options(name="True"),
+        sample(tensor(5, 3, 2), ROWS).options(name="mask of rows of matrices"),
+        sample(tensor(3, 5, 2), (slice(1, None), ROWS)).options(name="mask behind a slice"),
         sample(MATRIX, (False, slice(1, None))).options(name="False"),
     )
 
@@ -63,13 +64,11 @@ class TestSelect(Quick):
 
 
 class TestSplit(Quick):
-    same_stride = False  # a redistributed or composed result lies in memory in another order
     op = torch.split
     samples = (sample(MATRIX, 2), sample(MATRIX, [1, 2, 3], -1), sample(tensor(8, 3), [4, 4]))
 
 
 class TestChunk(Quick):
-    same_stride = False  # a redistributed or composed result lies in memory in another order
     op = torch.chunk
     samples = (sample(MATRIX, 2, 1), sample(tensor(8, 3), 4))
 
@@ -135,7 +134,6 @@ class TestMaskedSelect(Quick):
 
 
 class TestNonzero(Quick):
-    same_stride = False  # a redistributed or composed result lies in memory in another order
     op = torch.nonzero
     samples = (
         sample(tensor(5, 6, dtype=torch.int64, high=2)),

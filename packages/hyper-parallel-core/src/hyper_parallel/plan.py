@@ -185,7 +185,7 @@ def finish(plan: Plan, out: Any) -> Any:
         plan.unfinished = None
         if single:
             plan.spec = plan.specs[0]
-    if plan.is_view or plan.inplace or not plan.specs:
+    if (plan.is_view and not plan.copies) or plan.inplace or not plan.specs:
         return out
     ordered = in_order_of(out, plan.specs)
     if ordered is not out:  # the kernel chose another order for the piece than for the whole, and so it will again

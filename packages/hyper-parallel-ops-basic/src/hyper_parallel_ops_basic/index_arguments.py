@@ -101,6 +101,21 @@ class Index:
         unread = {i.where for i in self.ints() if i.ref is not None}
         return tuple(0 if where in unread else part for where, part in enumerate(given))
 
+    def with_picked(self, given: Sequence[Any], count: int) -> tuple[Any, ...]:
+        """The index for a meta tensor, where the mask is the ``count`` indices per dim that ``nonzero`` gives of it."""
+        parts: list[list[Any]] = [[part] for part in self.on_meta(tuple(given))]
+        for item in self.tensors():
+            parts[item.where or 0] = [_meta_indices(item.value)]
+        if (mask := self.mask) is not None:
+            at = mask.where or 0
+            picked: list[Any] = [_meta_indices((count,))] * len(mask.value)
+            parts[at] = picked or [bool(given[at])]
+        return tuple(part for expanded in parts for part in expanded)
+
+
+def _meta_indices(shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=torch.int64, device="meta")
+
 
 def _items(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Item, ...]:
     reads = [_dims_read(part) for part in index]

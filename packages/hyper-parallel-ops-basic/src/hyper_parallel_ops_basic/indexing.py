@@ -21,7 +21,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.plan import fit_rank
-from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 from .gathering import pending_lookup
@@ -232,7 +232,11 @@ def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading
             out, shape[at] = picked.spread(out, at), picked.total
             layout = picked.layout_of(base, out.ndim, at)
         varying = frozenset(a for a in call.inputs[0].varying if isinstance(layout.placements[a], Replicate))
-        return wrap(out, make_spec(layout, shape, contiguous_stride(shape), out.dtype, varying))
+        stride = contiguous_stride(shape)
+        if call.inputs[0].memory_order is not None:
+            stride = call.inputs[0].meta[index.with_picked(given, shape[at])].stride()
+        spec = make_spec(layout, shape, stride, out.dtype, varying)
+        return wrap(in_memory_order(out, spec.memory_order), spec)
 
     solution.local, solution.meta = get, by_data
 

@@ -79,19 +79,23 @@ def nonzero_of(layout: Layout, shape: tuple[int, ...], as_tuple: bool) -> Callab
             rows, whole = chosen.nonzero(), layout.replicated(1 if as_tuple else 2)
             return (_known(rows.squeeze(1), whole, (len(rows),)),) if as_tuple else _known(rows, whole, rows.shape)
         mine = chosen.nonzero()
-        columns = [global_indices(layout, shape, d, x.device)[mine[:, d]] for d in range(len(shape))]
         picked = Picked(chosen, layout, shape)
-        rows = picked.spread(torch.stack(columns, 1), 0)
+        # As on one device, the indices along one dim lie side by side in memory.
+        by_dim = torch.stack([global_indices(layout, shape, d, x.device)[mine[:, d]] for d in range(len(shape))])
+        by_dim = picked.spread(by_dim, 1)
         if not as_tuple:
-            return _known(rows, picked.layout_of(layout.replicated(2), 2, 0), (picked.total, len(shape)))
+            spread = picked.layout_of(layout.replicated(2), 2, 0)
+            return _known(by_dim.t(), spread, (picked.total, len(shape)), (1, picked.total))
         spread = picked.layout_of(layout.replicated(1), 1, 0)
-        return tuple(_known(column, spread, (picked.total,)) for column in rows.unbind(1))
+        return tuple(_known(column, spread, (picked.total,)) for column in by_dim.unbind())
 
     return find
 
 
-def _known(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
-    return wrap(local, make_spec(layout, tuple(shape), contiguous_stride(tuple(shape)), local.dtype))
+def _known(
+    local: torch.Tensor, layout: Layout, shape: Sequence[int], stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    return wrap(local, make_spec(layout, shape, stride or contiguous_stride(shape), local.dtype))
 
 
 class MaskedSelect(FunctionOp):

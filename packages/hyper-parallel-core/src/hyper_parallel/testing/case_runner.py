@@ -41,7 +41,6 @@ class OpUnderTest:
     max_collectives: MaxCollectives | None = None
     rtol: float | None = None
     atol: float | None = None
-    same_stride: bool = True
 
     def on_plain(self, *args: Any, **kwargs: Any) -> Any:
         """The operator on one device."""
@@ -213,7 +212,7 @@ class CaseRunner:
         }
         if not self._same(label, facts):
             return False
-        if self.op.same_stride and _steps(got) != _steps(want) and not self._is_meta_stride(want, got):
+        if _steps(got) != _steps(want) and not self._is_meta_stride(want, got):
             self.note(f"{label}: global stride is {_steps(got)}, expected {_steps(want)}")
         self._compare_values(label, got, want)
         return True
@@ -243,9 +242,9 @@ class CaseRunner:
         facts: dict[str, tuple[Any, Any]] = {
             "shape of the local tensor": (tuple(local.shape), tuple(got._spec.local_shape)),
             "dtype of the local tensor": (local.dtype, got.dtype),
+            # What is a view of the global tensor must be one of the piece.
+            "the order of the local tensor's dims as the stride says": (_lies_as_said(local, got._spec), True),
         }
-        if self.op.same_stride:  # what is a view of the global tensor must be one of the piece
-            facts["the order of the local tensor's dims as the stride says"] = (_lies_as_said(local, got._spec), True)
         fits = self._same(shown, facts)
         # Comparing this rank's piece needs no communication, and finds replicas that differ.
         piece = piece_of(want, layout)

@@ -54,8 +54,6 @@ class OpConformance:
         max_collectives: how often each collective may run in the forward under the default policy, or a function that
             says so for given layouts; what is not named may not run.
         gaps: known failures: patterns of test ids (``"5x3-*-2x2"``) and the reason. They are strict xfails.
-        same_stride: whether the outputs have the stride of one device; False is a known gap: ``view`` may then accept
-            or refuse what it does not on one device.
         rtol, atol: tolerances; by default 1e-9 for float64, 1e-5 for float32, 2e-2 below.
     """
 
@@ -69,7 +67,6 @@ class OpConformance:
     unsupported: ClassVar[Unsupported | None] = None
     max_collectives: ClassVar[MaxCollectives | None] = None
     gaps: ClassVar[Mapping[str, str]] = {}
-    same_stride: ClassVar[bool] = True
     rtol: ClassVar[float | None] = None
     atol: ClassVar[float | None] = None
 
@@ -188,9 +185,7 @@ def _check_class(
     func, reference = owner.op, owner.reference
     if form == "inplace":
         func, reference = _inplace_form(owner.inplace), None
-    op = OpUnderTest(
-        func, reference, owner.unsupported, owner.max_collectives, owner.rtol, owner.atol, owner.same_stride
-    )
+    op = OpUnderTest(func, reference, owner.unsupported, owner.max_collectives, owner.rtol, owner.atol)
     return check_cases(op, owner.samples[index], values, mesh, cases, form)
 
 
