@@ -14,6 +14,7 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import NOTHING, Move, indices_of
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
@@ -32,6 +33,13 @@ class Convolution(StrategyOp):
     Args:
         rank: number of position dims.
     """
+
+    summary = OpSummary(
+        "samples, positions, output channels with the weight, groups; sharded input channels leave a pending sum",
+        pending="passes through the input or through the weight, together with the bias",
+        communicates="sharded positions: 1 all-to-all of the halo | the same",
+        whole="channels that do not divide into whole groups; positions that are packed",
+    )
 
     signature = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
 

@@ -12,7 +12,7 @@ from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 from .extremes import local_extreme
@@ -24,6 +24,11 @@ class Histogram(StrategyOp):
 
     Without a range (``min == max``) it is that of the whole tensor, which costs two all-reduces of one number.
     """
+
+    summary = OpSummary(
+        "every dim; leaves a pending sum",
+        communicates="none; without a range 2 all-reduces of one number",
+    )
 
     signature = "input, bins=100, min=0, max=0"
     floats_matter = True
@@ -61,6 +66,12 @@ def bincount_of(ids: torch.Tensor, weights: torch.Tensor | None, bins: int) -> t
 class BinCount(FunctionOp):
     """``bincount(input, weights, minlength)``; how many bins there are is all-reduced first (one number)."""
 
+    summary = OpSummary(
+        "every dim, weights alike; leaves a pending sum",
+        pending="passes through the weights",
+        communicates="sharded ids: 1 all-reduce of the number of bins",
+    )
+
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         ids, weights, least = _bound(*args, **kwargs)
         if isinstance(ids, DTensor):
@@ -78,6 +89,8 @@ def _bound(input: Any, weights: Any = None, minlength: int = 0) -> tuple[Any, An
 
 class BinCountOf(StrategyOp):
     """:func:`bincount_of`."""
+
+    summary = OpSummary("every dim, weights alike; leaves a pending sum", pending="passes through the weights")
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
         return [(int(call.args[2]),)]

@@ -14,6 +14,7 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.contraction import contraction_shape, contraction_strategies
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import Strategy, StrategyOp
 
 __all__ = ["GroupedMM", "plain_grouped_mm"]
@@ -42,6 +43,11 @@ class GroupedMM(StrategyOp):
     Args:
         operands: names of the two operands.
     """
+
+    summary = OpSummary(
+        "rows (tokens), features, groups (experts); sharded groups and contracted features leave a pending sum",
+        pending="passes through one factor",
+    )
 
     def __init__(self, op_name: str, *, operands: Sequence[str] = ("mat_a", "mat_b")) -> None:
         self.operands = tuple(operands)

@@ -19,7 +19,7 @@ from hyper_parallel.call import Call, Signature
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
-from hyper_parallel.op import FunctionOp
+from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
@@ -36,6 +36,12 @@ class LinearCrossEntropy(FunctionOp):
     """``F.linear_cross_entropy``. Without ``options`` it is ``linear`` and then ``cross_entropy``, as in PyTorch; with
     them it runs in chunks, with label smoothing and any number of batch dims too. Class probabilities and K-dimensional
     losses have no chunks."""
+
+    summary = OpSummary(
+        "rows, and classes with weight and bias; features as those of `linear`",
+        communicates="that of `linear` and `cross_entropy`, for all chunks together",
+        whole="with `options` the features: a chunk's scores are used where they are made",
+    )
 
     signature = Signature(
         "input, linear_weight, target, *, linear_bias, weight, reduction, ignore_index, label_smoothing, options"
@@ -108,6 +114,12 @@ class ChunkedLinearCrossEntropy(StrategyOp):
     Costs what :class:`~hyper_parallel_ops_basic.class_losses.CrossEntropy` of the scores costs (two all-reduces where
     classes are sharded, however many chunks), and backward the input's and the weight's own reductions.
     """
+
+    summary = OpSummary(
+        "rows, and classes with weight and bias",
+        communicates="as `cross_entropy`, once for all chunks | the reductions of input and weight",
+        whole="features: a chunk's scores are used where they are made",
+    )
 
     signature = (
         "input, linear_weight, target, linear_bias=None, weight=None, reduction='mean', ignore_index=-100, "

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
@@ -15,6 +16,12 @@ __all__ = ["RotaryMul", "SwiGLU"]
 class RotaryMul(StrategyOp):
     """``npu_rotary_mul(input, r1, r2, rotary_mode)``: every dim but the last; cosines and sines follow where they are
     not broadcast. Linear in the input, and in the two together."""
+
+    summary = OpSummary(
+        "every dim but the last, cosines and sines alike; broadcast dims stay whole",
+        pending="passes through the input, or through cosines and sines together",
+        whole="the last dim: its halves, or its pairs, are rotated into each other",
+    )
 
     signature = "input, r1, r2, rotary_mode=half"
 
@@ -32,6 +39,11 @@ class RotaryMul(StrategyOp):
 class SwiGLU(StrategyOp):
     """``npu_swiglu(self, dim)``: every dim but ``dim``; that one where gate and up are sharded each on its own, as a
     fused column-parallel projection gives them."""
+
+    summary = OpSummary(
+        "every dim; the halved one where it is `PackedShard` of its two halves",
+        whole="the halved dim where a rank's part of the gate is not that of the other half",
+    )
 
     signature = "self, dim=-1"
 

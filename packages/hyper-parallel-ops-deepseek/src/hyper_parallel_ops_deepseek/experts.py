@@ -10,6 +10,7 @@ import torch
 from hyper_parallel.call import Call, Ref
 from hyper_parallel.families.contraction import contraction_shape, contraction_strategies
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.grouped_mm import LABELS, ends_among, held_of_label, with_own_groups
@@ -24,6 +25,12 @@ class GroupedMatmul(StrategyOp):
 
     With -1 the lists pair up; pairs of one shape are sharded alike, others are taken whole.
     """
+
+    summary = OpSummary(
+        "rows (tokens), features, groups (experts); sharded groups and contracted features leave a pending sum",
+        pending="passes through one factor, together with the bias",
+        whole="quantised forms, and lists of tensors of unlike shapes",
+    )
 
     signature = (
         "x, weight, *, bias=None, scale=None, offset=None, antiquant_scale=None, antiquant_offset=None, "
@@ -129,6 +136,12 @@ class GroupedMatmul(StrategyOp):
 class TokenPermute(StrategyOp):
     """``npu_moe_token_permute``: tokens move by the experts of all of them; the hidden dim is sharded freely."""
 
+    summary = OpSummary(
+        "features",
+        pending="passes",
+        whole="tokens and indices: where a token goes depends on the experts of all of them",
+    )
+
     signature = "tokens, indices, num_out_tokens=None, padded_mode=False"
 
     def num_outputs(self, call: Call) -> int:
@@ -141,6 +154,12 @@ class TokenPermute(StrategyOp):
 
 class TokenUnpermute(StrategyOp):
     """``npu_moe_token_unpermute``: the hidden dim is sharded freely; linear in the rows and in the weights."""
+
+    summary = OpSummary(
+        "features",
+        pending="passes through the tokens or the weights",
+        whole="tokens and indices: where a token comes from depends on the experts of all of them",
+    )
 
     signature = "permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None"
 

@@ -10,6 +10,7 @@ from typing import Any
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.over_axes import global_indices
 from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Placement
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
@@ -28,6 +29,12 @@ class FusionAttention(StrategyOp):
       their own, key and value stay whole and each rank takes what its query heads need.
     - With dropout only whole tensors: the kernel draws on its own, and not what one device would draw.
     """
+
+    summary = OpSummary(
+        "samples with their masks, heads (grouped ones too; key and value heads alike, or whole)",
+        whole="sequences: the kernel takes whole rows; samples with sequence lengths; everything with dropout, which "
+        "the kernel draws on its own",
+    )
 
     signature = (
         "query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, "

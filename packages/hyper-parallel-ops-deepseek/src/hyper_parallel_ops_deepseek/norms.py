@@ -9,6 +9,7 @@ import torch
 
 from hyper_parallel.call import Call
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import R, S
 from hyper_parallel_ops_basic.layer_norm import Normalise, RowNorm
@@ -21,6 +22,11 @@ class NpuRMSNorm(RowNorm):
 
     Gamma's dims may be sharded with it (one all-reduce forward, one backward), the others freely.
     """
+
+    summary = OpSummary(
+        "every dim; those of gamma with it",
+        communicates="sharded normalised dim: 1 all-reduce of one number per row | 1",
+    )
 
     signature = "self, gamma, epsilon=1e-6"
     tensors: Sequence[str] = ("self",)

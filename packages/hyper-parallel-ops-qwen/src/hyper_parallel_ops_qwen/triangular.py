@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hyper_parallel.call import Call
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 
@@ -15,6 +16,12 @@ class SolveTriangular(StrategyOp):
     Batch dims are sharded alike, the right-hand sides on their own; a pending sum of them passes, the solution being
     linear in it. Along the unknowns each one needs those before it: that dim stays whole.
     """
+
+    summary = OpSummary(
+        "batch dims, right-hand sides",
+        pending="passes through the right-hand sides",
+        whole="the unknowns: each needs those before it",
+    )
 
     signature = "A, B, *, upper, left=True, unitriangular=False"
 
