@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.boxes import Intervals, dim_intervals
+from hyper_parallel.boxes import Intervals
 from hyper_parallel.call import Call
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
@@ -88,10 +88,7 @@ class CrossEntropy(ClassLoss):
         reduction = reduction_of(call.arg)
         if not over and not over_batch:
             return None
-        held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
-        weight_at = call.index("weight")
-        weight_sharded = weight_at is not None and bool(targets[weight_at].shard_order[0])
-        classes = ClassShard(over, dim, held, shape[dim], weight_sharded)
+        classes = ClassShard.of(layout, shape, dim, weight_is_sharded(call, targets))
         parsed, elements = self._parsed, _elements(shape, dim)
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -140,9 +137,7 @@ class NLLLoss(ClassLoss):
         reduction = reduction_of(call.arg)
         if not over and not over_batch:
             return None
-        held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
-        weight_at = call.index("weight")
-        weight_sharded = weight_at is not None and bool(targets[weight_at].shard_order[0])
+        classes = ClassShard.of(layout, shape, dim, weight_is_sharded(call, targets))
         parsed, elements = self._parsed, _elements(shape, dim)
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -152,14 +147,14 @@ class NLLLoss(ClassLoss):
             unknown = unknown_targets(target, ignored, shape[dim])
             target = target.masked_fill(unknown, ignored)
             valid = target != ignored
-            if weight is not None and weight_sharded:
+            if weight is not None and classes.weight_sharded:
                 every = weight.detach().expand(*target.shape, -1)
-                weights = torch.where(valid, over.sum(_picked(every, target, target.ndim, held)), 0)
+                weights = torch.where(valid, over.sum(_picked(every, target, target.ndim, classes.held)), 0)
             else:
                 weights = _weights(target, weight, ignored, x.dtype)
             if over:
                 # Where, and not times zero: the gradient of a mean over nothing is 0 and not NaN.
-                losses = torch.where(valid, -_picked(x, target, dim, held) * weights, 0)
+                losses = torch.where(valid, -_picked(x, target, dim, classes.held) * weights, 0)
             else:
                 losses = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
             return reduced_losses(losses, weights, reduction, over_batch, elements, unknown).to(loss_dtype(x))
@@ -172,6 +167,12 @@ def weight_placement(call: Call) -> Placement:
     one by the rank that has it."""
     at = call.index("weight")
     return S(0) if at is not None and call.inputs[at].layout.shard_order[0] else Replicate()
+
+
+def weight_is_sharded(call: Call, targets: Sequence[Layout]) -> bool:
+    """Whether a weight per class is sharded like the classes."""
+    at = call.index("weight")
+    return at is not None and bool(targets[at].shard_order[0])
 
 
 def class_dim(shape: Sequence[int]) -> int:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import Intervals
+from hyper_parallel.boxes import Intervals, dim_intervals
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.layout import Layout
 
 from .softmax import shifted
 
@@ -36,6 +37,12 @@ class ClassShard:
     held: Intervals
     count: int
     weight_sharded: bool
+
+    @classmethod
+    def of(cls, layout: Layout, shape: tuple[int, ...], dim: int, weight_sharded: bool) -> ClassShard:
+        """The part of dim ``dim`` of a tensor of this layout and global shape."""
+        held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
+        return cls(OverAxes(layout, [dim]), dim, held, shape[dim], weight_sharded)
 
     def weight_here(self, weight: torch.Tensor | None) -> torch.Tensor | None:
         """The weights of this rank's classes."""

@@ -8,13 +8,13 @@ computed again: one more product with the weight is the price.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Signature
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
@@ -24,7 +24,7 @@ from hyper_parallel.placements import Partial, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
-from .class_losses import reduced_losses, unknown_targets, weight_placement
+from .class_losses import reduced_losses, unknown_targets, weight_is_sharded, weight_placement
 from .class_parallel import ClassShard, Labels, Terms, exchanged, index_losses, pick, score_sum, scores_gradient
 from .loss_reduction import reduction_of
 
@@ -141,10 +141,7 @@ class ChunkedLinearCrossEntropy(StrategyOp):
         shape = tuple(call.spec("linear_weight").shape)
         rows = call.spec("target").shape
         rows_over = OverAxes(targets[call.position("target")], range(len(rows)))
-        held = dim_intervals(layout, shape, 0, layout.info.my_coordinate())
-        at = call.index("weight")
-        weight_sharded = at is not None and bool(targets[at].shard_order[0])
-        classes = ClassShard(OverAxes(layout, [0]), 1, held, shape[0], weight_sharded)
+        classes = replace(ClassShard.of(layout, shape, 0, weight_is_sharded(call, targets)), dim=1)
         reduction, elements, parsed = reduction_of(call.arg), rows.numel(), self._parsed
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
