@@ -62,7 +62,7 @@ def make_call(op: DistributedOp, rule: Rule | None, args: tuple[Any, ...], kwarg
     seen_args = tuple(map_tensors(a, note) for a in args)
     seen_kwargs = {name: map_tensors(value, note) for name, value in kwargs.items()}
     func = rule.func if rule else getattr(torch, op.op_name, None)
-    call = Call(
+    return Call(
         func,  # type: ignore[arg-type]
         rule.name if rule else op.op_name,
         seen_args,
@@ -73,7 +73,6 @@ def make_call(op: DistributedOp, rule: Rule | None, args: tuple[Any, ...], kwarg
         getattr(op, "_parsed", None),
         bool(rule and rule.inplace),
     )
-    return call
 
 
 def make_call_of(tensors: Sequence[DTensor]) -> Call:
@@ -121,8 +120,7 @@ def lifted(name: str, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> t
             raise RuntimeError(
                 f"{name}: a plain tensor of shape {tuple(tensor.shape)} is mixed with a DTensor of shape "
                 f"{tuple(near.shape)}, {near.layout}. Say how it is laid out: distribute_tensor(tensor, mesh, "
-                "placements) "
-                "or DTensor.from_local(...); or, when every rank holds the same values, run inside "
+                "placements) or DTensor.from_local(...); or, when every rank holds the same values, run inside "
                 "`with hyper_parallel.implicit_replication():`"
             )
         return replica(tensor)

@@ -1,10 +1,9 @@
 """Differentiable collectives on plain local tensors, for code that does its own distribution.
 
 Each has a gradient type. Think of the function on *global* values: ``all_gather`` is the identity from a sharded to a
-whole tensor. Its result is the same on all ranks, and so, by default, is its gradient ("invariant"): right when
-every rank
-goes on to compute the same. With ``varying=True`` each rank goes on with different work, the gradients are terms of
-a sum, and the backward adds them up. The names are those of JAX's ``shard_map`` and of PyTorch's ``spmd_types``.
+whole tensor. Its result is the same on all ranks, and so, by default, is its gradient ("invariant"): right when every
+rank goes on to compute the same. With ``varying=True`` each rank goes on with different work, the gradients are terms
+of a sum, and the backward adds them up. The names are those of JAX's ``shard_map`` and of PyTorch's ``spmd_types``.
 
 ==================  ===========================  ==========================
 collective          backward, invariant          backward, ``varying=True``

@@ -1,9 +1,11 @@
 """Record every collective: what moved, how much, over which ranks, and the line of user code that caused it.
 
-with CommTrace() as trace:
-    loss = model(batch); loss.backward()
-print(trace)                    # a table
-trace.counts["all_reduce"]      # how many of each
+The trace is a table as text, and counts what it saw::
+
+    with CommTrace() as trace:
+        loss = model(batch); loss.backward()
+    print(trace)
+    trace.counts["all_reduce"]
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class CommEvent:
     """One collective call of this rank.
 
     Attributes:
-        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast`` or ``scatter``.
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``scatter``, ``gather``.
         nbytes: size of the largest buffer that this rank passes to the call, in bytes.
         axes: mesh axes of the group, by index.
         ranks: number of ranks in the group.

@@ -1,14 +1,16 @@
 """DFunction: an ``autograd.Function`` that also takes DTensors.
 
-class Scale(DFunction):
-    _op_name = "scale"                       # its DistributedOp says the output's layout
+Its ``forward`` and ``backward`` always see plain local tensors; a DistributedOp says how the outputs are laid out::
 
-    @staticmethod
-    def forward(ctx, x, factor): ...         # plain local tensors, always
-    @staticmethod
-    def backward(ctx, grad): ...
+    class Scale(DFunction):
+        _op_name = "scale"
 
-Scale.apply(dtensor, 2.0)
+        @staticmethod
+        def forward(ctx, x, factor): ...
+        @staticmethod
+        def backward(ctx, grad): ...
+
+    Scale.apply(dtensor, 2.0)
 """
 
 from __future__ import annotations
@@ -30,15 +32,14 @@ class DFunction(torch.autograd.Function):
     """An autograd function whose ``forward`` and ``backward`` see this rank's local tensors.
 
     Plain tensors take PyTorch's own path. With a DTensor anywhere in the arguments the :class:`DistributedOp`
-    registered
-    under ``_op_name`` gives the outputs' layouts, and inputs that every rank uses for different work are converted
-    so that their gradients are summed.
+    registered under ``_op_name`` gives the outputs' layouts, and inputs that every rank uses for different work are
+    converted so that their gradients are summed.
 
     Attributes:
         _op_name: name of the registered DistributedOp.
         grad_placements: optional; per tensor input, the placements (one per mesh axis) of the gradient that
-            ``backward``
-            returns for it, or None for the rule's own. Say ``Replicate()`` where ``backward`` reduces by itself.
+            ``backward`` returns for it, or None for the rule's own. Say ``Replicate()`` where ``backward`` reduces by
+            itself.
 
     Raises:
         ValueError: ``apply`` with a DTensor on a class without ``_op_name``.

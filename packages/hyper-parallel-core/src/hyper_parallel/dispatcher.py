@@ -246,8 +246,7 @@ def _into_plain(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if new_args[0]._spec is not before:
         raise TypeError(
             f"{rule.name}: an in-place operator on a plain tensor with a DTensor that is sharded, pending or varying; "
-            "the "
-            "plain tensor cannot hold the result. Make the target a DTensor"
+            "the plain tensor cannot hold the result. Make the target a DTensor"
         )
     return target
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Replicate, Shard
+from hyper_parallel.placements import Placement, Replicate, Shard
 from hyper_parallel.plan import vary_axes
 from hyper_parallel.redistribute import varying_axes
 from hyper_parallel.spec import make_spec, stride_like
@@ -117,8 +118,6 @@ class _Sharded:
         if self.inputs is None:
             return [None] * (len(args) + len(kwargs))
         if isinstance(self.inputs, Mapping):
-            import inspect
-
             names = list(inspect.signature(self.func).parameters)
             return [self.inputs.get(n) for n in (*names[: len(args)], *kwargs)]
         given = [self.inputs] if _is_layout(self.inputs) and len(args) == 1 else list(self.inputs)
@@ -142,8 +141,7 @@ class _Sharded:
         if not self.may_move:
             raise RedistributionError(
                 f"{self.name}: argument {position} is laid out as {value.layout}, in_layouts wants {layout}; "
-                "redistribute it, "
-                "or allow it with redistribute_inputs=True",
+                "redistribute it, or allow it with redistribute_inputs=True",
                 op_name=self.name,
                 layouts=[value.layout],
             )
@@ -224,6 +222,4 @@ class _Sharded:
 
 def _is_layout(value: Any) -> bool:
     """One layout or one list of placements, not a tuple of them."""
-    from hyper_parallel.placements import Placement
-
     return isinstance(value, Layout) or (isinstance(value, Sequence) and all(isinstance(p, Placement) for p in value))

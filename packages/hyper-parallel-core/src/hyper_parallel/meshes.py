@@ -38,8 +38,7 @@ def common_mesh(call: Call) -> MeshInfo | None:
                 call,
                 f"the inputs are on different meshes: {smallest!r}, and input {index} on {layout.info!r}",
                 "build them on one mesh; a tensor on a larger mesh can join an operator on a sub-mesh of it "
-                "(mesh['tp']) when it "
-                "is Replicate over the other axes",
+                "(mesh['tp']) when it is Replicate over the other axes",
             )
     return smallest
 

@@ -25,8 +25,7 @@ _METADATA_NAMES = (
 ).split()
 _METADATA_PROPERTIES = (
     "is_sparse is_sparse_csr is_cpu is_cuda is_meta is_quantized is_mkldnn is_xpu is_mps is_nested itemsize nbytes "
-    "names "
-    "output_nr is_npu is_mtia is_ipu is_vulkan is_xla is_maia name volatile grad_dtype"
+    "names output_nr is_npu is_mtia is_ipu is_vulkan is_xla is_maia name volatile grad_dtype"
 ).split()
 
 

@@ -243,8 +243,7 @@ def _input_hook(name: str, module: nn.Module, mesh: DeviceMesh, declared: Any) -
         if len(placed) > len(args):
             raise ValueError(
                 f"module {name!r}: the plan lays out {len(placed)} positional inputs, called with {len(args)} and "
-                "keywords "
-                f"{sorted(kwargs)}; use a mapping from argument names"
+                f"keywords {sorted(kwargs)}; use a mapping from argument names"
             )
         return (*(place(a) for place, a in zip(placed, args, strict=False)), *args[len(placed) :]), kwargs
 
@@ -286,8 +285,7 @@ def _check_entry(data_axes: Sequence[str], declared: Any) -> Callable[..., Any]:
         if loose:
             raise ValueError(
                 f"{type(module).__name__}: plain tensor inputs ({', '.join(loose)}) on a mesh with data axes "
-                f"{tuple(data_axes)}. "
-                "Is it this rank's part of the batch, or the same on all ranks? Pass a DTensor "
+                f"{tuple(data_axes)}. Is it this rank's part of the batch, or the same on all ranks? Pass a DTensor "
                 "(DTensor.from_local(x, mesh, placements), distribute_tensor) or name its layout in the plan's inputs"
             )
 

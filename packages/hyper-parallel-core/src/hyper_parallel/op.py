@@ -122,8 +122,7 @@ class DistributedOp:
             if isinstance(layout, Layout) and layout.is_partial():
                 raise ValueError(
                     f"{self.op_name}: input {index} has a pending reduction ({layout}), which this operator cannot "
-                    "use: "
-                    "call .reduce_partial() on it first"
+                    "use: call .reduce_partial() on it first"
                 )
 
 

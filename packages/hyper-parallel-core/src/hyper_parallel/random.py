@@ -11,6 +11,7 @@ tensor of the drawn shape, for the moment of the draw.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ import torch
 
 from hyper_parallel import comm
 from hyper_parallel.boxes import box
+from hyper_parallel.steps import put
 from hyper_parallel.transition import plan_transition
 
 if TYPE_CHECKING:
@@ -70,8 +72,6 @@ def _state(device: torch.device) -> torch.Tensor:
 
 def _digest(state: torch.Tensor) -> int:
     """A number of 62 bits that tells states apart."""
-    import hashlib
-
     return int.from_bytes(hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=8).digest(), "big") >> 2
 
 
@@ -95,8 +95,6 @@ def embedded(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], fill: 
     For draws that read a tensor (``bernoulli(p)``): each element's number depends on its own parameter only, so the
     others' may be anything.
     """
-    from hyper_parallel.steps import put
-
     if tuple(local.shape) == shape:
         return local.detach()
     whole = local.new_full(shape, fill)

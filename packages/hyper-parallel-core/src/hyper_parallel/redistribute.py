@@ -1,9 +1,9 @@
 """Change a DTensor's layout, with a backward that is the exact dual.
 
 A forward transition A -> B on values has the backward dual(B) -> dual(A) on gradients
-(:func:`hyper_parallel.spec.dual`),
-itself such a transition, so second derivatives are right. One autograd function covers all pairs: all-gather against
-slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all against all-to-all, and so on.
+(:func:`hyper_parallel.spec.dual`), itself such a transition, so second derivatives are right. One autograd function
+covers all pairs: all-gather against slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all
+against all-to-all, and so on.
 """
 
 from __future__ import annotations
@@ -224,8 +224,7 @@ def gradient_layout(layout: Layout, varying: frozenset[int], grad_placements: An
             allowed = repr(held) if is_shard(held) else "Replicate() or Partial()"
             raise ValueError(
                 f"grad_placements on mesh axis {name!r}: the gradient of a local tensor with {held!r} has its shape "
-                "and is "
-                f"{allowed}, not {grad!r}"
+                f"and is {allowed}, not {grad!r}"
             )
     return wanted, frozenset(a for a in duals if is_replicate(wanted.placements[a]))
 

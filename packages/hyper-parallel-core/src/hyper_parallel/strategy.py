@@ -404,8 +404,7 @@ def _check_policy(call: Call, targets: Sequence[Layout], rows: Iterable[_Row]) -
                 raise refuse(
                     call,
                     f"input {index} would have to change from {spec.layout} to {target}, so that operands which share "
-                    "a "
-                    f"dimension are sharded by the same mesh axes ({', '.join(names[a] for a in want)}) in the same "
+                    f"a dimension are sharded by the same mesh axes ({', '.join(names[a] for a in want)}) in the same "
                     "order",
                     f"redistribute input {index} to that layout, or use redistribute_policy('auto')",
                 )

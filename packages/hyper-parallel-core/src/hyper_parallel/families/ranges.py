@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hyper_parallel.boxes import Intervals, dim_intervals, length
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard, Placement, Replicate, Shard
+from hyper_parallel.placements import PackedShard, Placement, Shard
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,6 @@ def keep_range(layout: Layout, shape: tuple[int, ...], dim: int, picked: range) 
                 here = layout.info.my_coordinate()
                 return Kept(dict(result), _local_slice(overlaps(dim_intervals(layout, shape, dim, here), picked)))
     return None
-
-
-def fit_ranges(layout: Layout, shape: tuple[int, ...], dim: int, ranges: list[range]) -> tuple[Layout, list[Kept]]:
-    """The layout nearest to ``layout`` in which all ``ranges`` of ``dim`` are kept: inner shards are given up first."""
-    while True:
-        kept = [keep_range(layout, shape, dim, picked) for picked in ranges]
-        if all(k is not None for k in kept):
-            return layout, [k for k in kept if k is not None]
-        layout = layout.with_placements({layout.shard_order[dim][-1]: Replicate()})
 
 
 def _results(outermost: Placement, size: int, picked: range, dim: int) -> Iterator[Placement]:

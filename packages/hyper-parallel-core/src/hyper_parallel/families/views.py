@@ -212,8 +212,6 @@ def _split(
                 return placed if axis == layout.shard_order[dim][-1] else None
         elif rows % parts == 0:
             placed.setdefault(b[position], []).append((axis, Shard(b[position])))
-        elif parts == 1:
-            placed.setdefault(b[position], []).append((axis, Shard(b[position])))
         else:
             return None
         left[position] = rows // parts
@@ -247,8 +245,6 @@ def _flatten(layout: Layout, old: list[int], a: list[int], out: int) -> dict[int
         ways = math.prod(layout.mesh_shape[axis] for axis in axes)
         if axes and size % ways and inner != 1:
             return None  # uneven pieces of an outer dim end between the chunks of the flat one
-        if axes and size % ways and not outermost and len(axes) > 1:
-            return None
         if axes and outermost:
             plain += [(axis, Shard(out)) for axis in axes]
         elif axes:

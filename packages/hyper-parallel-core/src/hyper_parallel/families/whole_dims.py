@@ -19,7 +19,7 @@ from hyper_parallel.families.moving import plain
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.spec import NOT_VARYING, inverse
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 from hyper_parallel.structures import rebuilt
 
@@ -63,7 +63,7 @@ class Dealt:
         wanted = self._virtual({a: Shard(i) for i, axes in enumerate(order) for a in axes}, order)
         rows = transition(lines.movedim(0, -1), (self._dealt, NOT_VARYING), (wanted, NOT_VARYING), sizes)
         rows = rows.reshape((*rows.shape[:-1], *self.kept))
-        return rows.permute(_inverse((*self.dims, *self.others)))
+        return rows.permute(inverse((*self.dims, *self.others)))
 
     def gathered(self, folded: torch.Tensor, keepdim: bool = False) -> torch.Tensor:
         """The whole result from this rank's ``[lines, *more]`` of a function that folds the dims away: ``[*other dims,
@@ -87,13 +87,6 @@ class Dealt:
         """A layout that says nothing of the axes along which the ranks have lines of their own."""
         count = len(self.layout.placements)
         return self.layout.with_order(tuple(placements.get(a, Replicate()) for a in range(count)), order)
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    found = [0] * len(order)
-    for new, old in enumerate(order):
-        found[old] = new
-    return found
 
 
 class WholeDims(StrategyOp):

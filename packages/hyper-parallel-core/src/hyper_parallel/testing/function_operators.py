@@ -15,11 +15,16 @@ from hyper_parallel.strategy import Strategy, StrategyOp
 
 
 def distributed(kind: Callable[..., Any], **params: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function an operator that DTensors reach, with a rule of this class::
+    """Make a function an operator that DTensors reach, with a rule of class ``kind``.
 
-    @distributed(Elementwise, linear="each")
-    def twice(x):
-        return x * 2
+    Args:
+        kind: class of the rule; called with the operator's name and ``params``.
+
+    Example::
+
+        @distributed(Elementwise, linear="each")
+        def twice(x):
+            return x * 2
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,9 @@
-"""What every plugin has to fulfil, as a test class: subclass it and name the plugin.
+"""What every plugin has to fulfil, as a test class.
 
-class TestPlugin(PluginContract):
-    plugin = "acme-ops"
+Subclass it and name the plugin::
+
+    class TestPlugin(PluginContract):
+        plugin = "acme-ops"
 """
 
 from __future__ import annotations
