@@ -197,6 +197,14 @@ class Layout:
         """Names of the mesh axes."""
         return self._source.names
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the mesh in the order of their coordinates; an alias layout needs no process group for it."""
+        source = self._source
+        if isinstance(source, MeshInfo):
+            return tuple(source.mesh.mesh.flatten().tolist())
+        return tuple(range(math.prod(source.shape))) if source.ranks is None else source.ranks
+
     def bind(self) -> Layout:
         """The interned layout on the real mesh (itself unless this is an alias layout)."""
         if isinstance(self._source, MeshInfo):
@@ -295,7 +303,7 @@ class Layout:
         if isinstance(mine, MeshInfo) and isinstance(theirs, MeshInfo):
             return False  # interned: equal ones are the same object
         # Compared by description: making a mesh communicates, and == may be called on one rank only.
-        return (mine.shape, mine.names, _ranks_of(mine)) == (theirs.shape, theirs.names, _ranks_of(theirs))
+        return (mine.shape, mine.names, self.ranks) == (theirs.shape, theirs.names, other.ranks)
 
     def __hash__(self) -> int:
         return self._hash
@@ -319,12 +327,6 @@ class Layout:
         mesh = self.mesh
         where = (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
         return (_rebuild_layout, (*where, self.placements, self.ndim, self.shard_order))
-
-
-def _ranks_of(source: MeshInfo | _MeshDescription) -> tuple[int, ...]:
-    if isinstance(source, MeshInfo):
-        return tuple(source.mesh.mesh.flatten().tolist())
-    return tuple(range(math.prod(source.shape))) if source.ranks is None else source.ranks
 
 
 def _rebuild_layout(

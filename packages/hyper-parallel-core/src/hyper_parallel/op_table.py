@@ -171,7 +171,8 @@ class _Reader:
     # ------------------------------------------------------------------ structure
 
     def _table_entries(self, root: yaml.Node) -> list[TableEntry]:
-        top = self._mapping(root, "an op table")
+        # Duplicate ops have a message of their own, as they can also repeat between an entry and a group.
+        top = self._mapping(root, "an op table", unique=(DEFAULT, GROUPS))
         default: dict[str, Any] = {}
         for _, name, value in top:
             if name == DEFAULT:
@@ -298,7 +299,10 @@ class _Reader:
 
     # ------------------------------------------------------------------ nodes
 
-    def _mapping(self, node: yaml.Node, what: str) -> list[tuple[yaml.Node, str, yaml.Node]]:
+    def _mapping(
+        self, node: yaml.Node, what: str, unique: tuple[str, ...] | None = None
+    ) -> list[tuple[yaml.Node, str, yaml.Node]]:
+        """The items of a mapping; ``unique`` are the keys of which there may be only one, None: all."""
         import yaml
 
         if not isinstance(node, yaml.MappingNode):
@@ -309,18 +313,14 @@ class _Reader:
             name = self._text_of(key, "a key")
             if name is not None:
                 items.append((key, name, value))
-        # Duplicate ops have a message of their own, as they can also repeat between an entry and a group.
-        if what != "an op table":
-            self._reject_duplicates(node, what)
-        else:
-            self._reject_duplicates(node, what, only=(DEFAULT, GROUPS))
+        self._reject_duplicates(node, what, unique)
         return items
 
-    def _reject_duplicates(self, node: yaml.MappingNode, what: str, only: tuple[str, ...] | None = None) -> None:
+    def _reject_duplicates(self, node: yaml.MappingNode, what: str, unique: tuple[str, ...] | None = None) -> None:
         """PyYAML keeps the last of two equal keys without a word."""
         first: dict[str, int] = {}
         for key, _ in node.value:
-            if key.value in first and (only is None or key.value in only):
+            if key.value in first and (unique is None or key.value in unique):
                 self._problem(key, f"duplicate key {key.value!r} in {what} (first given at line {first[key.value]})")
             if isinstance(key.value, str):
                 first.setdefault(key.value, key.start_mark.line + 1)

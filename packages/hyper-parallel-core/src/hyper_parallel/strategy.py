@@ -157,7 +157,7 @@ class StrategyOp(LayoutOp):
         rows = _Rows(self, call, count)
         shapes = self.output_shapes(call)
         largest = 0 if shapes is None else max(math.prod(shape) for shape in shapes)
-        chosen: list[_Row] = []
+        chosen: list[Row] = []
         for axis in range(call.info.ndim):
             chosen.append(_choose(call, rows, axis, largest, chosen))
         targets, outputs = _joint(call, chosen, count)
@@ -174,15 +174,22 @@ class StrategyOp(LayoutOp):
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A strategy with one placement per input and output."""
+class Row:
+    """A strategy of one call, spelled out.
+
+    Attributes:
+        inputs: a placement per tensor input.
+        outputs: one per output.
+        invariant: positions of inputs that stay invariant.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     invariant: frozenset[int]
 
     @classmethod
-    def of(cls, op: StrategyOp, call: Call, strategy: Strategy, count: int) -> _Row:
+    def of(cls, op: StrategyOp, call: Call, strategy: Strategy, count: int) -> Row:
+        """The row of a strategy of ``op`` for a call with ``count`` outputs."""
         if isinstance(strategy.inputs, Mapping):
             inputs: list[Placement] = [R] * len(call.inputs)
             for name, placement in strategy.inputs.items():
@@ -205,20 +212,20 @@ class _Rows:
     """An operator's rows, made as they are asked for: most calls match one of the first."""
 
     def __init__(self, op: StrategyOp, call: Call, count: int) -> None:
-        self.known: list[_Row] = []
+        self.known: list[Row] = []
         self.more = self._make(op, call, count)
 
     @staticmethod
-    def _make(op: StrategyOp, call: Call, count: int) -> Iterator[_Row]:
+    def _make(op: StrategyOp, call: Call, count: int) -> Iterator[Row]:
         everything = False
         for strategy in op.strategies(call):
-            row = _Row.of(op, call, strategy, count)
+            row = Row.of(op, call, strategy, count)
             everything = everything or all(map(is_replicate, row.inputs))
             yield row
         if not everything:
-            yield _Row((R,) * len(call.inputs), (R,) * count, _NONE)
+            yield Row((R,) * len(call.inputs), (R,) * count, _NONE)
 
-    def __iter__(self) -> Iterator[_Row]:
+    def __iter__(self) -> Iterator[Row]:
         yield from self.known
         for row in self.more:
             self.known.append(row)
@@ -230,10 +237,10 @@ class _Rows:
 _FORBIDDEN = float("inf")
 
 
-def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int, before: Sequence[_Row]) -> _Row:
+def _choose(call: Call, rows: Iterable[Row], axis: int, largest_output: int, before: Sequence[Row]) -> Row:
     """The cheapest row for one mesh axis, given those chosen for the axes before it."""
     current = [spec.layout.placements[axis] for spec in call.inputs]
-    best: _Row | None = None
+    best: Row | None = None
     best_cost: tuple[float, int] = (_FORBIDDEN, 0)
     for row in rows:
         if before and _packs_pieces(row, before):
@@ -248,7 +255,7 @@ def _choose(call: Call, rows: Iterable[_Row], axis: int, largest_output: int, be
     return best
 
 
-def _packs_pieces(row: _Row, before: Sequence[_Row]) -> bool:
+def _packs_pieces(row: Row, before: Sequence[Row]) -> bool:
     """Whether a row would pack a dimension that an earlier axis shards: PackedShard is always outermost."""
     return any(
         placement.__class__ is PackedShard
@@ -257,7 +264,7 @@ def _packs_pieces(row: _Row, before: Sequence[_Row]) -> bool:
     )
 
 
-def _row_cost(call: Call, row: _Row, current: Sequence[Placement], largest_output: int) -> tuple[float, int]:
+def _row_cost(call: Call, row: Row, current: Sequence[Placement], largest_output: int) -> tuple[float, int]:
     """Elements to communicate and number of conversions; infinite when the policy forbids it."""
     policy = call.mode.policy
     total: float = 0
@@ -303,7 +310,7 @@ def _row_cost(call: Call, row: _Row, current: Sequence[Placement], largest_outpu
     return total, conversions
 
 
-def _no_strategy(call: Call, rows: Iterable[_Row], axis: int) -> ValueError:
+def _no_strategy(call: Call, rows: Iterable[Row], axis: int) -> ValueError:
     name = call.info.names[axis]
     current = ", ".join(short(spec.layout.placements[axis]) for spec in call.inputs)
     if call.inplace:
@@ -325,7 +332,7 @@ def _no_strategy(call: Call, rows: Iterable[_Row], axis: int) -> ValueError:
 _Slot = tuple[int, int]  # (input index, or -1 - output index; tensor dim)
 
 
-def _joint(call: Call, chosen: Sequence[_Row], count: int) -> tuple[list[Layout], list[Layout]]:
+def _joint(call: Call, chosen: Sequence[Row], count: int) -> tuple[list[Layout], list[Layout]]:
     """Layouts of inputs and outputs from one row per axis, with a shard order that all operands share."""
     group_of: dict[_Slot, int] = {}
     groups: list[set[_Slot]] = []
@@ -378,7 +385,7 @@ def _group_order(call: Call, slots: set[_Slot], sharded_by: Mapping[_Slot, list[
     return [*best, *(a for a in axes if a not in best)]
 
 
-def _like_anchor(call: Call, row: _Row, axis: int, want: Shard) -> Placement:
+def _like_anchor(call: Call, row: Row, axis: int, want: Shard) -> Placement:
     """``want``, packed as the operand that is sharded already is packed, unless the row itself says how."""
     if isinstance(want, PackedShard):
         return want
@@ -390,7 +397,7 @@ def _like_anchor(call: Call, row: _Row, axis: int, want: Shard) -> Placement:
     return want
 
 
-def _check_policy(call: Call, targets: Sequence[Layout], rows: Iterable[_Row]) -> None:
+def _check_policy(call: Call, targets: Sequence[Layout], rows: Iterable[Row]) -> None:
     """Refuse a change of shard order or packing that the per-axis match could not see."""
     if call.mode.policy == "auto":
         return

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import html
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.boxes import Box, box, length
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.placements import Partial, is_partial, is_replicate, short
 
 __all__ = ["LayoutPicture", "visualize"]
@@ -79,7 +77,7 @@ class LayoutPicture:
         self.layout, self.shape, self._what = layout, shape, what
         coordinates = itertools.product(*(range(size) for size in layout.mesh_shape))
         self.blocks: dict[int, Box] = {
-            rank: box(layout, shape, coordinate) for rank, coordinate in zip(_ranks(layout), coordinates, strict=True)
+            rank: box(layout, shape, coordinate) for rank, coordinate in zip(layout.ranks, coordinates, strict=True)
         }
         self._sharded = [d for d, axes in enumerate(layout.shard_order) if axes]
         self._rows, self._columns = self._picture_dims()
@@ -241,14 +239,6 @@ class LayoutPicture:
                     if _holds(held, self._rows, rows) and _holds(held, self._columns, columns)
                 )
                 yield _Cell(rows, columns, ranks)
-
-
-def _ranks(layout: Layout) -> list[int]:
-    """Global ranks in the order of mesh coordinates; known without a process group where only the mesh's shape is."""
-    source = layout._source
-    if isinstance(source, MeshInfo):
-        return [int(rank) for rank in source.mesh.mesh.flatten()]
-    return list(range(math.prod(source.shape))) if source.ranks is None else list(source.ranks)
 
 
 def _holds(held: Box, dim: int | None, span: tuple[int, int]) -> bool:

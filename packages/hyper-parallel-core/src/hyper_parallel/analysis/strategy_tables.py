@@ -20,7 +20,7 @@ from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.placements import Placement, Replicate, is_replicate, short
 from hyper_parallel.plan import Rule
 from hyper_parallel.spec import make_spec
-from hyper_parallel.strategy import LayoutOp, P, S, StrategyOp, _Row
+from hyper_parallel.strategy import LayoutOp, P, Row, S, StrategyOp
 
 __all__ = ["StrategyTable", "kind_of", "strategy_tables"]
 
@@ -75,7 +75,7 @@ def _listed(op: StrategyOp, sample: SampleCall) -> list[tuple[tuple[str, ...], t
     count = len(sample.tensor_names)
     try:
         call = _call(op, sample, [Replicate()] * count)
-        rows = [_Row.of(op, call, strategy, op.num_outputs(call)) for strategy in op.strategies(call)]
+        rows = [Row.of(op, call, strategy, op.num_outputs(call)) for strategy in op.strategies(call)]
     except Exception:  # a made-up call that the rule, unlike the function, does not accept
         return []
     return [(tuple(map(short, row.inputs)), tuple(map(short, row.outputs))) for row in rows]

@@ -15,13 +15,14 @@ import torch
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import Replicate
+from hyper_parallel.strategy import Row
 from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest
 from hyper_parallel.testing.findings import Findings, Problem
 from hyper_parallel.testing.inputs import Sample
 from hyper_parallel.testing.layouts import Case
 from hyper_parallel.testing.placing import make, mesh_of
 from hyper_parallel.testing.reproduction import title
-from hyper_parallel.testing.strategy_rows import Row, rows_of
+from hyper_parallel.testing.strategy_rows import rows_of
 from hyper_parallel.testing.writing_forms import InPlaceRunner, OutRunner
 
 

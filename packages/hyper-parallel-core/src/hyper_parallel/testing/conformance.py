@@ -23,12 +23,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from hyper_parallel.strategy import Row
 from hyper_parallel.testing.case_runner import OpUnderTest
 from hyper_parallel.testing.checking import Outcome, check_cases, listed_rows
 from hyper_parallel.testing.failures import RanksFailed
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported, sample
 from hyper_parallel.testing.layouts import Case
-from hyper_parallel.testing.strategy_rows import Row
 from hyper_parallel.testing.trial import ConformanceError, Trial
 
 Ranks = Callable[..., list[Any]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +13,9 @@ from hyper_parallel.arguments import make_call
 from hyper_parallel.call import Call
 from hyper_parallel.dispatcher import known_rule
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.placements import Placement, Replicate, short
-from hyper_parallel.strategy import Strategy, StrategyOp
+from hyper_parallel.placements import Placement, short
+from hyper_parallel.strategy import Row, StrategyOp
 from hyper_parallel.testing.inputs import Sample
-
-
-@dataclass(frozen=True)
-class Row:
-    """One strategy: a placement per tensor input of the sample, and one per output."""
-
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
 
 
 class CallRecorder(TorchFunctionMode):
@@ -62,19 +53,7 @@ def rows_of(func: Callable[..., Any], sample: Sample, tensors: Sequence[DTensor]
     if found is None:
         return []
     op, call = found
-    return [_row(op, call, strategy) for strategy in op.strategies(call)]
-
-
-def _row(op: StrategyOp, call: Call, strategy: Strategy) -> Row:
-    inputs: list[Placement] = [Replicate()] * len(call.inputs)
-    given = strategy.inputs
-    for name, placement in given.items() if isinstance(given, Mapping) else enumerate(given):
-        index = name if isinstance(name, int) else call.index(name)
-        if index is not None:
-            inputs[index] = placement
-    outputs = strategy.outputs
-    many = (outputs,) * op.num_outputs(call) if isinstance(outputs, Placement) else tuple(outputs)
-    return Row(tuple(inputs), many)
+    return [Row.of(op, call, strategy, op.num_outputs(call)) for strategy in op.strategies(call)]
 
 
 def not_taken(recorder: CallRecorder, tensors: Sequence[DTensor], outputs: Sequence[Sequence[Placement]]) -> str | None:

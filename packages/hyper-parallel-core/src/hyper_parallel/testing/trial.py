@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.placements import PackedShard, Partial, Shard
+from hyper_parallel.strategy import Row
 from hyper_parallel.testing.checking import Outcome
 from hyper_parallel.testing.drawing import InputSpace, drawn, smallest
 from hyper_parallel.testing.failures import RanksFailed, RanksTimedOut
@@ -14,7 +15,6 @@ from hyper_parallel.testing.inputs import Sample
 from hyper_parallel.testing.layouts import Case, Placed
 from hyper_parallel.testing.placing import mesh_names
 from hyper_parallel.testing.reproduction import reproduction, title
-from hyper_parallel.testing.strategy_rows import Row
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
