@@ -159,13 +159,25 @@ def _attach(module: nn.Module, state: State) -> None:
     module.__dict__[_STATE] = state
     module.__class__ = _wrapped_class(type(module))
     module.forward = _in_context(module.forward, state)
-    module.register_forward_pre_hook(
-        lambda mod, args, kwargs: state.pre_forward(mod, args, kwargs), prepend=True, with_kwargs=True
+    module.register_forward_pre_hook(_not_compiled(state.pre_forward), prepend=True, with_kwargs=True)
+    module.register_forward_hook(
+        _not_compiled(lambda mod, args, output: state.post_forward(mod, output)), always_call=True
     )
-    module.register_forward_hook(lambda mod, args, output: state.post_forward(mod, output), always_call=True)
     # State dicts hold the sharded parameters, also between unshard() and reshard().
     module.register_state_dict_pre_hook(lambda mod, prefix, keep_vars: state.reshard())
     module.register_load_state_dict_pre_hook(lambda mod, *args: state.reshard())
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, which runs as it is where torch.compile traces the module that calls it."""
+
+    def called(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg="fully_shard gathers and frees the parameters")
+            return torch.compiler.disable(hook)(*args)
+        return hook(*args)
+
+    return called
 
 
 def _in_context(forward: Callable[..., Any], state: State) -> Callable[..., Any]:

@@ -93,7 +93,8 @@ class Bucket:
         self._versions = self._version_sum()
         if self._direct:
             self._allocate()
-        source = self.shards.to(self.device, self.dtype, non_blocking=True)
+        # In two steps: from host memory the shards go out as they are pinned, and are converted on the device.
+        source = self.shards.to(self.device, non_blocking=True).to(self.dtype)
         if self.members == 1:
             self.whole.copy_(source)
             self.gathered = True

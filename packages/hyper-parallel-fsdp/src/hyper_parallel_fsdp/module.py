@@ -32,7 +32,7 @@ class UnshardHandle:
 class HSDPModule:
     """The base class that ``fully_shard`` adds to a module. ``FSDPModule`` is another name of it.
 
-    Setters apply to all wrapped modules inside too unless ``recurse=False``.
+    Setters that take ``recurse`` apply to the wrapped modules inside too; by default where PyTorch's do.
     """
 
     @property
@@ -107,9 +107,9 @@ class HSDPModule:
         backward or :func:`hsdp_sync_stream` waits."""
         self._hsdp.joined_root().is_last_backward = is_last_backward
 
-    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide summed gradients by this. Default: the number of data ranks (an average) for plain batches, 1 for
-        DTensors over the data axes."""
+        DTensors over the data axes. As in PyTorch, only of this module's own parameters unless ``recurse=True``."""
         if factor <= 0:
             raise ValueError(f"set_gradient_divide_factor: the factor must be positive, got {factor}")
         for state in self._hsdp_states(recurse):

@@ -237,13 +237,15 @@ class HSDPParam:
         self.register(self.handed_out)
 
     def take_gradient(self) -> torch.Tensor | None:
-        """The whole gradient that backward left, which is forgotten here."""
+        """The whole gradient that backward left, which is forgotten here. A sparse one (of an embedding) becomes
+        dense: it is cut into shards."""
         leaf = self.unsharded
         grad = None if leaf is None else leaf.grad
-        if grad is not None:
-            assert leaf is not None
-            leaf.grad = None
-        return grad
+        if grad is None:
+            return None
+        assert leaf is not None
+        leaf.grad = None
+        return grad.to_dense() if grad.is_sparse else grad
 
     def add_gradient(self, grad: torch.Tensor) -> None:
         """Add this rank's part of the reduced gradient, with the shard's device and dtype, to the sharded parameter's

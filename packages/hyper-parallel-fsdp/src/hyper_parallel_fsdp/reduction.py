@@ -68,6 +68,7 @@ class Reduction:
         parts = [
             torch.zeros((), device=device, dtype=kind).expand(members, p.slot) if g is None else _by_rows(p, g.to(kind))
             for p, g in zip(self._params, grads, strict=True)
+            if p.slot
         ]
         used = self._bucket.used(len(grads), kind)
         if any(self._missing):

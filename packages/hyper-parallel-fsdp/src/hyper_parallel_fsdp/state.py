@@ -211,7 +211,7 @@ class State:
 
     def forward_context(self) -> AbstractContextManager[None]:
         """In which a module's own forward runs: on a laid out batch, plain buffers count as Replicate."""
-        return implicit_replication() if self.joined_root().laid_out else nullcontext()
+        return implicit_replication() if self.root is not None and self.root.laid_out else nullcontext()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -309,22 +309,26 @@ class State:
         kept = self.requires_gradient_sync and any(p.accumulated is not None for p in self.params)
         if self._backward or left or kept:
             self._finish_backward()
-        elif self.reshard_after_backward:
-            self.reshard()
         else:
-            self._register_shards()
+            self._leave_backward()
 
     def _finish_backward(self) -> None:
         for bucket in self.buckets:
             self._reduce(bucket)
         self._backward = False
-        if self.reshard_after_backward:
+        self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        # What was gathered ahead and not used may still be on the way when an optimizer changes the shards.
+        if self.reshard_after_backward or self._prefetched:
             self.reshard()
         else:
             self._register_shards()
 
     def _reduce(self, bucket: Bucket) -> None:
-        dtype = self.mp_policy.reduce_dtype or bucket.dtype
+        dtype = bucket.dtype
+        if dtype.is_floating_point and self.mp_policy.reduce_dtype is not None:
+            dtype = self.mp_policy.reduce_dtype
         gradients: Gradients = []
         for param in bucket.params:
             if not param.local.requires_grad:

@@ -1,0 +1,6 @@
+"""Makes fsdp_nets importable, here and on the ranks."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
