@@ -1,11 +1,14 @@
 """What must agree between the packages of this repository."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import hyper_parallel._pack_hints
+from hyper_parallel import DTensor
 from hyper_parallel.op_table import OpTable
 
 ROOT = Path(__file__).parents[1]
@@ -54,3 +57,24 @@ def test_pack_hints_are_those_of_the_tables():
 def test_every_package_says_what_it_is(path):
     readme = path.with_name("README.md").read_text()
     assert readme.startswith("# ")
+
+
+def test_packs_use_no_private_name_of_core():
+    """What our packages do, a third party's plugin must be able to do."""
+    private = {name for name in dir(DTensor) if name[0] == "_"} - set(dir(torch.Tensor))
+    modules = {path.stem for path in ROOT.glob("packages/hyper-parallel-core/src/hyper_parallel/*.py")}
+    found = []
+    for path in ROOT.glob("packages/hyper-parallel-*/src/**/*.py"):
+        if "hyper-parallel-core" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                of_module = owner in modules and node.attr[0] == "_"
+                names = [node.attr] if of_module or (owner != "self" and node.attr in private) else []
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hyper_parallel":
+                names = [name.name for name in node.names if name.name[0] == "_"]
+            else:
+                continue
+            found += [f"{path.name}:{node.lineno} {name}" for name in names]
+    assert found == []

@@ -129,6 +129,11 @@ def per_thread(active: Any, running: Any) -> Iterator[None]:
         _active, _running = outer
 
 
+def is_tracing() -> bool:
+    """Whether some :class:`CommTrace` is collecting; what is only said to it need not be worked out otherwise."""
+    return bool(_active)
+
+
 def user_line() -> str:
     """``file:line`` of the innermost frame outside this library and torch."""
     frame: FrameType | None = sys._getframe(1)

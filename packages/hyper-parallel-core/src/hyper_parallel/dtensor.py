@@ -327,13 +327,14 @@ class DTensor(Wrapper):
             )
         local, spec = self._resolve(), value._spec
         local.data = value._resolve().data
-        self._forget_forms()
+        self.forget_forms()
         if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
             autograd_bridge.renew_wrapper(self, spec, local.device, self.requires_grad)
         self._spec = spec
 
-    def _forget_forms(self) -> None:
-        """The data changed in a way that its version does not tell."""
+    def forget_forms(self) -> None:
+        """Drop what was computed of this tensor in other layouts: its data changed in a way that the version of the
+        local tensor does not tell, such as by a kernel of your own or by ``to_local().data = ...``."""
         self._memo = self._reduced = self._origin = None
 
     def _resolve(self) -> torch.Tensor:

@@ -72,7 +72,7 @@ def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
     if view is target:
         return target
     before_write(target)
-    target._forget_forms()
+    target.forget_forms()
     autograd_bridge.renew_wrapper(target, view._spec, view._local.device, view.requires_grad)
     target._local, target._spec, target._origin = view._local, view._spec, None
     return target
@@ -92,7 +92,7 @@ def carry_out(target: DTensor) -> bool:
     with torch.no_grad():
         target._local = plan_transition(layout, whole, tuple(target._spec.shape)).run(target._local.detach())
     target._spec = target._spec.replace(layout=whole)
-    target._forget_forms()
+    target.forget_forms()
     return True
 
 
@@ -109,7 +109,7 @@ def before_write(target: DTensor) -> None:
     """
     root = _root(target)
     if root._tracked is not None:  # a write through .data, which the version counter does not see
-        root._tracked._forget_forms()
+        root._tracked.forget_forms()
     local = target._resolve()
     if not local.is_inference():
         # Also on ranks that hold nothing of what is written: whether a remembered form is current is decided by the

@@ -26,6 +26,11 @@ class Wrapper(torch.Tensor):
     _pending: Any
 
     @property
+    def spec(self) -> Spec:
+        """All of this as one interned value; for authors of operators."""
+        return self._spec
+
+    @property
     def layout(self) -> Layout:  # type: ignore[override]
         """The :class:`Layout` (not ``torch.layout``: a DTensor is always strided)."""
         return self._spec.layout

@@ -136,7 +136,7 @@ class Bucket:
 
     def traced(self, what: str) -> AbstractContextManager[None]:
         """Say in a :class:`~hyper_parallel.comm_trace.CommTrace` what a collective is for."""
-        if not comm_trace._active:
+        if not comm_trace.is_tracing():
             return nullcontext()
         more = f" and {len(self.params) - 1} more" if len(self.params) > 1 else ""
         return comm_trace.described(f"fully_shard: {what} {self.params[0].name}{more}")

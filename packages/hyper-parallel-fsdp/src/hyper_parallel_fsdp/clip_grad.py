@@ -91,7 +91,7 @@ def _by_group(parameters: list[torch.Tensor]) -> list[tuple[Any, torch.device, l
             axes = tuple(a for a, p in enumerate(layout.placements) if is_shard(p) and layout.mesh_shape[a] > 1)
             group = layout.info.group(axes) if axes else None
             key = None if group is None else (id(layout.info), axes)
-            grad = parameter._local.grad
+            grad = parameter.to_local().grad
         grads = found.setdefault(key, (group, parameter.device, []))[2]
         if grad is not None:
             grads.append(grad)

@@ -43,7 +43,7 @@ class HSDPParam:
     ) -> None:
         self.name, self.owners, self.placement = name, list(owners), placement
         data: Any = parameter.detach()
-        local = data._resolve() if isinstance(data, DTensor) else data
+        local = data.to_local() if isinstance(data, DTensor) else data
         self.whole_shape = tuple(local.shape)
         self.dim = placement.dim
         size = self.whole_shape[self.dim] if local.ndim else 1
@@ -106,7 +106,7 @@ class HSDPParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard."""
-        return self.sharded._local  # type: ignore[attr-defined]
+        return self.sharded.to_local()  # type: ignore[attr-defined]
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
@@ -181,14 +181,14 @@ class HSDPParam:
         """Move this rank's shard into ``place``, a part of the flat buffer; the parameter stays the same object."""
         place.copy_(self.local)
         self.local.data = place
-        self.sharded._forget_forms()  # type: ignore[attr-defined]
-        self._put = (self.local.data_ptr(), self.sharded._spec)  # type: ignore[attr-defined]
+        self.sharded.forget_forms()  # type: ignore[attr-defined]
+        self._put = (self.local.data_ptr(), self.sharded.spec)  # type: ignore[attr-defined]
 
     @property
     def moved(self) -> bool:
         """Whether the shard got other memory or another dtype (``to_empty``, ``.data =``) since it was put in place."""
         put = self._put
-        return put is None or put[0] != self.local.data_ptr() or put[1] is not self.sharded._spec  # type: ignore[attr-defined]
+        return put is None or put[0] != self.local.data_ptr() or put[1] is not self.sharded.spec  # type: ignore[attr-defined]
 
     def replace_sharded(self, parameter: nn.Parameter) -> None:
         """Another parameter object, laid out alike, took the place of the sharded one in the modules."""
@@ -233,7 +233,7 @@ class HSDPParam:
         if leaf.requires_grad is not wanted:
             self.handed_out.requires_grad_(wanted)
         if self.handed_out is not leaf:
-            self.handed_out._forget_forms()
+            self.handed_out.forget_forms()
         self.register(self.handed_out)
 
     def take_gradient(self) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ class Cast(FunctionOp):
             return torch.Tensor.to(tensor, *args, **kwargs)
         if func is torch.Tensor.type_as:
             func = torch.Tensor.to
-        spec = tensor._spec
+        spec = tensor.spec
         if spec.layout.is_partial():
             dtype = func(torch.empty(0, dtype=spec.dtype), *args, **kwargs).dtype
             if not _is_linear(spec.dtype, dtype):
@@ -41,8 +41,8 @@ class Cast(FunctionOp):
                         "call reduce_partial() first"
                     )
                 tensor = tensor.reduce_partial()
-                spec = tensor._spec
-        local = tensor._resolve()
+                spec = tensor.spec
+        local = tensor.to_local()
         out = func(local, *args, **kwargs)
         asked = kwargs.get("memory_format", torch.preserve_format)
         if asked is torch.preserve_format:

@@ -35,7 +35,7 @@ class Foreach(FunctionOp):
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         anchors = next(a for a in args if isinstance(a, (list, tuple)))
-        if any(isinstance(t, DTensor) and t._spec.layout.is_partial() for t in anchors) or _needs_grad(args):
+        if any(isinstance(t, DTensor) and t.layout.is_partial() for t in anchors) or _needs_grad(args):
             return _one_by_one(func, args, kwargs)
         local_args = [_fitted(func, a, anchors) for a in args]
         if any(a is None for a in local_args):
@@ -56,7 +56,7 @@ class ForeachNorm(FunctionOp):
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensors = args[0]
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-        pending = any(isinstance(t, DTensor) and t._spec.layout.is_partial() for t in tensors)
+        pending = any(isinstance(t, DTensor) and t.layout.is_partial() for t in tensors)
         if pending or not 0 < order < math.inf or _needs_grad(args):
             dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
             return type(tensors)(torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors)
@@ -77,7 +77,7 @@ class FusedStep(FunctionOp):
 
     def local_lists(self, func: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """The local tensors of each list, laid out like the parameters, which are the first."""
-        if any(isinstance(t, DTensor) and t._spec.layout.is_partial() for t in args[0]):
+        if any(isinstance(t, DTensor) and t.layout.is_partial() for t in args[0]):
             raise RedistributionError(
                 f"{func.__name__}: a parameter cannot be a pending reduction; call reduce_partial() first"
             )
@@ -102,7 +102,7 @@ def _needs_grad(args: Sequence[Any]) -> bool:
 
 def _whole(value: Any) -> Any:
     """The local tensor of a DTensor, with what is pending reduced."""
-    return value.reduce_partial()._resolve() if isinstance(value, DTensor) else value
+    return value.reduce_partial().to_local() if isinstance(value, DTensor) else value
 
 
 def _fitted(func: Callable[..., Any], values: Any, anchors: Sequence[Any]) -> Any:
@@ -118,16 +118,16 @@ def _fitted(func: Callable[..., Any], values: Any, anchors: Sequence[Any]) -> An
             continue
         anchor = anchors[position]
         if value is not anchor and value.ndim:
-            if not isinstance(anchor, DTensor) or anchor._spec.shape != value._spec.shape:
+            if not isinstance(anchor, DTensor) or anchor.shape != value.shape:
                 return None
-            if value._spec.layout is not anchor._spec.layout:
-                value = _moved(func, value, anchor._spec.layout)
+            if value.layout is not anchor.layout:
+                value = _moved(func, value, anchor.layout)
         found.append(_whole(value))
     return found
 
 
 def _moved(func: Callable[..., Any], value: DTensor, layout: Layout) -> DTensor:
-    old = value._spec.layout
+    old = value.layout
     if old.info is layout.info:
         reduced = old.with_placements({a: layout.placements[a] for a, p in enumerate(old.placements) if is_partial(p)})
         free = not plan_transition(reduced, layout, tuple(value.shape)).communicates
@@ -143,13 +143,13 @@ def _moved(func: Callable[..., Any], value: DTensor, layout: Layout) -> DTensor:
 def _like(out: torch.Tensor, anchor: Any) -> Any:
     if not isinstance(anchor, DTensor):
         return out
-    return wrap(out, anchor._spec.replace(dtype=out.dtype, varying=NOT_VARYING))
+    return wrap(out, anchor.spec.replace(dtype=out.dtype, varying=NOT_VARYING))
 
 
 def _norm_of(tensor: Any, norm: torch.Tensor, order: float) -> Any:
     if not isinstance(tensor, DTensor):
         return norm
-    layout = tensor._spec.layout
+    layout = tensor.layout
     pending = {a: Partial(norm_op(order)) for a, p in enumerate(layout.placements) if is_shard(p)}
     return wrap(norm, make_spec(layout.replicated(0).with_placements(pending), (), (), norm.dtype))
 

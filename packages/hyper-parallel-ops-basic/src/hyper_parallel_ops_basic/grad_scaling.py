@@ -31,14 +31,14 @@ class UnscaleGradients(FunctionOp):
         axes: dict[MeshInfo, set[int]] = {}
         for grad in grads:
             if isinstance(grad, DTensor):
-                layout = grad._spec.layout
+                layout = grad.layout
                 if layout.is_partial():
                     raise RedistributionError(
                         f"GradScaler: a gradient is a pending reduction ({layout}); reduce it first"
                     )
                 axes.setdefault(layout.info, set()).update(a for a, p in enumerate(layout.placements) if is_shard(p))
-        found, scale = (t._resolve() if isinstance(t, DTensor) else t for t in (found, scale))
-        func([g._resolve() if isinstance(g, DTensor) else g for g in grads], found, scale)
+        found, scale = (t.to_local() if isinstance(t, DTensor) else t for t in (found, scale))
+        func([g.to_local() if isinstance(g, DTensor) else g for g in grads], found, scale)
         for info, sharding in axes.items():
             apart = tuple(sorted(a for a in sharding if info.shape[a] > 1))
             if apart:

@@ -40,7 +40,7 @@ class FillRandomly(FunctionOp):
                 "example with empty_like(parameter)"
             )
         before_write(target)
-        spec, local = target._spec, target._resolve()
+        spec, local = target.spec, target.to_local()
         # Parameters of the distribution that are tensors are needed in full, since the whole tensor is drawn.
         rest = [_whole(a) for a in args[1:]]
         named = {n: _whole(v) for n, v in kwargs.items() if n != name}
@@ -77,7 +77,7 @@ class RandomLike(FunctionOp):
         made: list[torch.Tensor] = []
 
         def make() -> torch.Tensor:
-            made.append(func(model._spec.meta, *args[1:], **kwargs))
+            made.append(func(model.spec.meta, *args[1:], **kwargs))
             return made[0]
 
         local = draw(layout, shape, make, kwargs.get("generator")).requires_grad_(requires_grad)
@@ -96,11 +96,11 @@ class Bernoulli(FunctionOp):
         chances, *rest = args if args else [kwargs["input"]]
         options = {name: value for name, value in kwargs.items() if name != "input"}
         chances = _reduced(func, chances)
-        spec = chances._spec
+        spec = chances.spec
         shape = tuple(spec.shape)
 
         def make() -> torch.Tensor:
-            return func(embedded(chances._resolve(), spec.layout, shape, 0.5), *rest, **options)
+            return func(embedded(chances.to_local(), spec.layout, shape, 0.5), *rest, **options)
 
         return wrap(
             draw(spec.layout, shape, make, options.get("generator")),
@@ -132,12 +132,12 @@ class Multinomial(FunctionOp):
                     layouts=[weights.layout],
                 )
             weights = weights.redistribute(layout)
-        spec = weights._spec
+        spec = weights.spec
         layout = spec.layout
         made: list[torch.Tensor] = []
 
         def make() -> torch.Tensor:
-            made.append(func(embedded(weights._resolve(), layout, tuple(spec.shape), 1.0), *rest, **options))
+            made.append(func(embedded(weights.to_local(), layout, tuple(spec.shape), 1.0), *rest, **options))
             return local_part(made[0], layout, tuple(made[0].shape))
 
         check_generators(layout.info, options.get("generator"))

@@ -95,7 +95,7 @@ class _Resharding(saved_tensors_hooks):
         if not -tensor.ndim <= self.dim < tensor.ndim or tensor.numel() < self.mesh.size():
             return False
         if isinstance(tensor, DTensor):
-            local, layout = tensor._local, tensor.layout
+            local, layout = tensor.to_local(), tensor.layout
             axis = _axis_of(tensor, self.mesh)
             if axis is None or not is_replicate(layout.placements[axis]):
                 return False
@@ -108,7 +108,7 @@ class _Resharding(saved_tensors_hooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):  # kept as such by an autograd.Function: by a checkpoint
             self.note(tensor)
-            local, spec = tensor._local, tensor._spec
+            local, spec = tensor.to_local(), tensor.spec
         else:
             local, spec = tensor, None
         found = self.slices.get(_memory(local))
@@ -180,9 +180,9 @@ def without_hold(tensor: DTensor) -> DTensor:
     if not torch.is_grad_enabled() or tensor.is_leaf or not tensor.requires_grad:
         return tensor
     local = tensor.to_local()
-    weightless = wrap(_Weightless.apply(local), tensor._spec)
+    weightless = wrap(_Weightless.apply(local), tensor.spec)
     with torch.no_grad():
-        whole = wrap(local.detach(), tensor._spec)
+        whole = wrap(local.detach(), tensor.spec)
     return _Instead.apply(weightless, [whole])
 
 

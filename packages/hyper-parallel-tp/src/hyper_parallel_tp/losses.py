@@ -200,4 +200,4 @@ def _whole_over(weight: DTensor, value: torch.Tensor) -> torch.Tensor:
     if not axes:
         return value
     # Each rank goes on with its own classes: the gradient is asked for in terms, and a reduce-scatter adds them.
-    return remembered(value, value.layout.with_placements(dict.fromkeys(axes, Replicate())), value._spec.varying | axes)
+    return remembered(value, value.layout.with_placements(dict.fromkeys(axes, Replicate())), value.spec.varying | axes)

@@ -199,7 +199,7 @@ def _on_locals(
 ) -> DTensor:
     """The function of the local tensors, with gradients summed over the axes where the ranks do different work."""
     tensors = [
-        remembered(t, t.layout, t._spec.varying | axes) for t, axes in zip(tensors, vary_axes(tensors), strict=True)
+        remembered(t, t.layout, t.spec.varying | axes) for t, axes in zip(tensors, vary_axes(tensors), strict=True)
     ]
     kind = tensors[0].device.type
     local = [t.to_local() for t in tensors]
@@ -209,6 +209,6 @@ def _on_locals(
     varying = frozenset(
         axis
         for axis in range(len(layout.placements))
-        if all(is_replicate(t.placements[axis]) for t in tensors) and any(axis in t._spec.varying for t in tensors)
+        if all(is_replicate(t.placements[axis]) for t in tensors) and any(axis in t.spec.varying for t in tensors)
     )
     return wrap(out, make_spec(layout, shape, contiguous_stride(shape), out.dtype, varying))

@@ -58,7 +58,7 @@ class SequencePieces:
     def _start(self, src: Layout, dst: Layout, local: torch.Tensor, width: int) -> Moving:
         shape = list(self.shape)
         shape[self.dim] = self.ranks * width
-        told = comm_trace.described(f"{describe(src)} -> {describe(dst)}") if comm_trace._active else nullcontext()
+        told = comm_trace.described(f"{describe(src)} -> {describe(dst)}") if comm_trace.is_tracing() else nullcontext()
         with told:
             return Moving(plan_transition(src, dst, tuple(shape)).start(local))
 
