@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.families.precision import wide
+
 Tensor = torch.Tensor
 
 
@@ -33,7 +35,7 @@ def batch_norm(
     count = math.prod(input.shape[d] for d in dims)
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
-    var, mean = torch.var_mean(_wide(input), dims, correction=0)
+    var, mean = torch.var_mean(wide(input), dims, correction=0)
     _update(running_mean, mean, momentum)
     _update(running_var, var * (count / max(count - 1, 1)), momentum)
     return _normalised(input, mean, var, weight, bias, eps)
@@ -58,14 +60,10 @@ def instance_norm(
     count = math.prod(input.shape[d] for d in dims)
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {tuple(input.shape)}")
-    var, mean = torch.var_mean(_wide(input), dims, correction=0)
+    var, mean = torch.var_mean(wide(input), dims, correction=0)
     _update(running_mean, mean.mean(0), momentum)
     _update(running_var, (var * (count / max(count - 1, 1))).mean(0), momentum)
     return _normalised(input, mean, var, weight, bias, eps).contiguous()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 @torch.no_grad()
@@ -81,7 +79,7 @@ def _normalised(x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, ep
         shape = tuple(t.shape) if t.ndim == 2 else (1, *t.shape)
         return t.reshape(shape + (1,) * (x.ndim - 2))
 
-    out = (_wide(x) - spread(mean)) * (spread(var) + eps).rsqrt()
+    out = (wide(x) - spread(mean)) * (spread(var) + eps).rsqrt()
     if weight is not None:
         out = out * spread(weight)
     return (out if bias is None else out + spread(bias)).to(x.dtype)

@@ -10,14 +10,16 @@ import torch.nn.functional as F
 
 from hyper_parallel.boxes import Intervals
 from hyper_parallel.call import Call
+from hyper_parallel.families.held_indices import locate
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.precision import wide_dtype
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
-from .class_parallel import ClassShard, class_parallel_losses, locate
+from .class_parallel import ClassShard, class_parallel_losses
 from .loss_reduction import reduction_of
 
 
@@ -224,17 +226,17 @@ def reduced_losses(
         unknown: where a target is no class. A mean counts them with its sums; otherwise the CPU, whose kernels raise
             where PyTorch's other devices assert, asks all ranks (one all-reduce of a number).
     """
-    wide = torch.float32 if losses.dtype in (torch.float16, torch.bfloat16) else losses.dtype
-    found = losses.new_zeros((), dtype=wide) if unknown is None else unknown.sum(dtype=wide)
+    dtype = wide_dtype(losses.dtype)
+    found = losses.new_zeros((), dtype=dtype) if unknown is None else unknown.sum(dtype=dtype)
     if reduction == "mean" and weights is not None:
-        sums = over.sum(torch.stack([losses.sum(dtype=wide), weights.sum(dtype=wide), found]))
+        sums = over.sum(torch.stack([losses.sum(dtype=dtype), weights.sum(dtype=dtype), found]))
         _refuse_unknown(sums[2].detach())
         return sums[0] / sums[1]
     if unknown is not None:
         _refuse_unknown(over.sum(found) if losses.device.type == "cpu" else found)
     if reduction == "none":
         return losses
-    total = losses.sum(dtype=wide)
+    total = losses.sum(dtype=dtype)
     return total if reduction == "sum" else total / elements
 
 

@@ -14,6 +14,7 @@ import torch
 
 from hyper_parallel.boxes import Intervals, dim_intervals
 from hyper_parallel.families.derivatives import first_derivative_only
+from hyper_parallel.families.held_indices import locate
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
 
@@ -253,13 +254,3 @@ def _wanted(
 def along(weight: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
     """A weight per class, shaped to multiply scores."""
     return weight.view([-1 if d == dim else 1 for d in range(ndim)])
-
-
-def locate(target: torch.Tensor, held: Intervals) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local position of each class index (0 where it is elsewhere), and whether it is here."""
-    place, mine, offset = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool), 0
-    for start, stop in held:
-        inside = (target >= start) & (target < stop)
-        place = torch.where(inside, target - (start - offset), place)
-        mine, offset = mine | inside, offset + stop - start
-    return place, mine

@@ -21,14 +21,12 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.plan import fit_rank
-from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec
+from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec, memory_order
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 from .gathering import pending_lookup
 from .index_arguments import Index, Item
 from .picking import Picked
-
-Get = Callable[..., torch.Tensor]
 
 
 class GetItem(StrategyOp):
@@ -136,7 +134,7 @@ class _Reading:
     def read(self, x: torch.Tensor, given: Sequence[Any]) -> torch.Tensor:
         """The part of the result that this rank holds."""
         for dim, move in self.moves.items():
-            x = _in_order_of(x, move(x, dim))
+            x = in_memory_order(move(x, dim), memory_order(x.stride()))  # as a slice would have its dims
         where = [self._local_part(item, given) for item in self.index.items]
         mine: torch.Tensor | None = None
         for at, item in enumerate(self.index.items):
@@ -177,15 +175,6 @@ class _Reading:
                 raise IndexError(f"index {value} is out of bounds for dimension {item.dim} with size {size}")
             return value
         return None if item.kind == "new" else given[item.where or 0]
-
-
-def _in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
-    """What was moved, with its dims in the order in memory that those of ``x`` have, as a slice would have them."""
-    if x.is_contiguous():
-        return moved
-    strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda d: -strides[d])
-    return moved.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
 
 
 def _gather_rows(index: Index, count: int) -> Iterable[Strategy]:

@@ -11,6 +11,7 @@ import torch
 from hyper_parallel.call import Call
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes, global_indices
+from hyper_parallel.families.precision import wide
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Placement
@@ -94,7 +95,7 @@ class LayerNorm(RowNorm):
 
     def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
         x, weight, bias = widened(given["input"]), given.get("weight"), given.get("bias")
-        out, _ = Normalise.apply(_wide(x), over, dims, count, given.get("eps", 1e-5), True)
+        out, _ = Normalise.apply(wide(x), over, dims, count, given.get("eps", 1e-5), True)
         if weight is not None:
             out = out * weight
         return (out if bias is None else out + bias).to(x.dtype)
@@ -112,14 +113,11 @@ class RMSNorm(RowNorm):
 
     def compute(self, given: dict[str, Any], over: OverAxes, dims: tuple[int, ...], count: int) -> torch.Tensor:
         x, weight, eps = given["input"], given.get("weight"), given.get("eps")
-        wide = _wide(x)
+        x_wide = wide(x)
         # PyTorch's default is the epsilon of the dtype in which it computes.
-        out, _ = Normalise.apply(wide, over, dims, count, torch.finfo(wide.dtype).eps if eps is None else eps, False)
+        eps = torch.finfo(x_wide.dtype).eps if eps is None else eps
+        out, _ = Normalise.apply(x_wide, over, dims, count, eps, False)
         return (out if weight is None else out * weight).to(x.dtype)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class Normalise(torch.autograd.Function):
@@ -228,8 +226,8 @@ def _by_groups(
         totals = over.sum(sums.new_zeros(len(sums), groups).index_add(1, members, sums), varying=True)
         return spread(totals.index_select(1, members) / count)
 
-    wide = _wide(x)
-    centred = wide - mean(wide)
+    x_wide = wide(x)
+    centred = x_wide - mean(x_wide)
     out = centred * (mean(centred.square()) + eps).rsqrt()
     if weight is not None:
         out = out * spread(weight)

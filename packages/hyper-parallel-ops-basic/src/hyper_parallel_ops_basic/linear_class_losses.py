@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from hyper_parallel.call import Call, Signature
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.precision import wide_dtype
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import Partial, Replicate
@@ -28,7 +29,6 @@ from .class_losses import reduced_losses, unknown_targets, weight_is_sharded, we
 from .class_parallel import ClassShard, Labels, Terms, exchanged, index_losses, pick, score_sum, scores_gradient
 from .loss_reduction import reduction_of
 
-_LOW = (torch.float16, torch.bfloat16)
 _EFFICIENT_ROWS = 256  # with fewer, a product spends its time on reading the weight
 
 
@@ -261,7 +261,7 @@ class _Chunks:
         self.x, self.matrix = (t if kind is None else t.to(kind) for t in (x, matrix))
         self.bias = bias if bias is None or kind is None else bias.to(kind)
         self.rows = rows
-        self.wide = torch.float32 if self.x.dtype in _LOW else self.x.dtype
+        self.wide = wide_dtype(self.x.dtype)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
         for start in range(0, len(self.x), self.rows):

@@ -9,6 +9,7 @@ import torch
 
 from hyper_parallel.call import Call, Signature
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.precision import wide
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
@@ -87,9 +88,9 @@ def variance(
     x: torch.Tensor, over: OverAxes, dims: tuple[int, ...], count: int, correction: float, keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean over ``dims``, of which ``over`` shards some; ``count`` is the global number of elements."""
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    mean = over.sum(wide.sum(dims, keepdim=True), varying=True) / count
-    squares = (wide - mean).square().sum(dims, keepdim=keepdim)
+    x = wide(x)
+    mean = over.sum(x.sum(dims, keepdim=True), varying=True) / count
+    squares = (x - mean).square().sum(dims, keepdim=keepdim)
     # Fewer elements than the correction: inf or nan, as PyTorch gives.
     spread = over.sum(squares) / max(count - correction, 0)
     shown = mean if keepdim else mean.squeeze(dims)

@@ -10,6 +10,7 @@ import torch
 
 from hyper_parallel.call import Call, normal_dim, refuse
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.precision import wide
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
@@ -126,8 +127,7 @@ class _Norm(torch.autograd.Function):
         elif p == 0:
             out = over.sum(mine)
         else:
-            wide = mine.float() if mine.dtype in (torch.float16, torch.bfloat16) else mine
-            out = over.sum(wide.pow(p)).pow(1 / p).to(mine.dtype)
+            out = over.sum(wide(mine).pow(p)).pow(1 / p).to(mine.dtype)
         ctx.save_for_backward(x, out)
         ctx.args = (over, p, dims, keepdim)
         return out

@@ -9,6 +9,7 @@ import torch
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.precision import LOW
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
@@ -76,7 +77,7 @@ def shifted(x: torch.Tensor, over: OverAxes, dim: int | tuple[int, ...]) -> tupl
     dims = (dim,) if isinstance(dim, int) else dim
     top = over.extreme(local_extreme(x, dims, True, "max"), "max")
     top = torch.where(top.isinf(), 0, top)
-    if x.dtype in (torch.float16, torch.bfloat16):
+    if x.dtype in LOW:
         top = top.float()
         return x.float().sub_(top), top
     return x - top, top

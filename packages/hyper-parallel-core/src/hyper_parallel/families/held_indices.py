@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.boxes import Intervals, dim_intervals
 from hyper_parallel.layout import Layout
 
 
@@ -30,14 +30,7 @@ class HeldIndices:
             IndexError: when an index is held nowhere (on accelerators an assertion of the device, as in PyTorch).
         """
         self._check(index)
-        positions, held = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
-        offset = 0
-        for start, stop in self.intervals:
-            here = (index >= start) & (index < stop)
-            positions = torch.where(here, index - start + offset, positions)
-            held = held | here
-            offset += stop - start
-        return positions, held
+        return locate(index, self.intervals)
 
     def _check(self, index: torch.Tensor) -> None:
         inside = ((index >= 0) & (index < self.size)).all()
@@ -75,6 +68,18 @@ class HeldIndices:
         size = x.shape[self.dim]
         positions = positions.masked_fill(~held, size)
         return put(one_row_more(x, self.dim), positions).narrow(self.dim, 0, size)
+
+
+def locate(index: torch.Tensor, held: Intervals) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position of each global index among those of the intervals (0 where it is in none), and whether it is in one."""
+    positions, here = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+    offset = 0
+    for start, stop in held:
+        inside = (index >= start) & (index < stop)
+        positions = torch.where(inside, index - (start - offset), positions)
+        here = here | inside
+        offset += stop - start
+    return positions, here
 
 
 def one_row_more(x: torch.Tensor, dim: int) -> torch.Tensor:

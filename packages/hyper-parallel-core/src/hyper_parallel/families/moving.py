@@ -27,10 +27,10 @@ NOTHING = -1
 """In a map: no element, but the fill value."""
 
 
-def indices_of(intervals: Intervals) -> torch.Tensor:
-    """The indices of half-open intervals, one after the other."""
-    parts = [torch.arange(start, stop) for start, stop in intervals]
-    return torch.cat(parts) if parts else torch.arange(0)
+def indices_of(intervals: Intervals, device: torch.device | None = None) -> torch.Tensor:
+    """The indices of half-open intervals, one after the other: int64."""
+    parts = [torch.arange(start, stop, device=device) for start, stop in intervals]
+    return parts[0] if len(parts) == 1 else torch.cat([torch.arange(0, device=device), *parts])
 
 
 class Move:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.families.moving import indices_of
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Partial, Replicate, Shard
 from hyper_parallel.redistribute import transition
@@ -89,8 +90,4 @@ class OverAxes:
 
 def global_indices(layout: Layout, shape: tuple[int, ...], dim: int, device: torch.device) -> torch.Tensor:
     """Global index, along ``dim``, of every element that this rank holds: int64 of the local length."""
-    intervals = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
-    if len(intervals) == 1:
-        return torch.arange(*intervals[0], device=device)
-    parts = [torch.arange(a, b, device=device) for a, b in intervals]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+    return indices_of(dim_intervals(layout, shape, dim, layout.info.my_coordinate()), device)

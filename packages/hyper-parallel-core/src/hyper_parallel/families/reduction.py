@@ -10,6 +10,7 @@ import torch
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel.families.precision import wide_dtype
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
@@ -131,8 +132,7 @@ def mean_term(
 ) -> torch.Tensor:
     """This rank's term of a mean over ``count`` elements: a sum that no low precision overflows."""
     dtype = dtype or x.dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    return (x.sum(dims, keepdim=keepdim, dtype=wide) / count).to(dtype)
+    return (x.sum(dims, keepdim=keepdim, dtype=wide_dtype(dtype)) / count).to(dtype)
 
 
 class Product(Reduction):

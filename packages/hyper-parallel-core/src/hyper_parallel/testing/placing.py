@@ -14,7 +14,7 @@ from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.placements import Partial, Placement
-from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.spec import contiguous_stride, inverse, make_spec
 from hyper_parallel.wire import norm_order
 
 __all__ = ["make", "mesh_names", "mesh_of", "piece_of"]
@@ -66,10 +66,10 @@ def make(
     value = value.detach()
     order = _dim_order(value)
     piece = piece_of(_term(value, layout, seed), layout)
-    local = piece.permute(order).contiguous().permute([order.index(d) for d in range(value.ndim)])
+    local = piece.permute(order).contiguous().permute(inverse(order))
     local.requires_grad_(requires_grad)
     step = contiguous_stride([value.shape[d] for d in order])
-    stride = tuple(step[order.index(d)] for d in range(value.ndim))
+    stride = tuple(step[place] for place in inverse(order))
     return wrap(local, make_spec(layout, value.shape, stride, value.dtype, frozenset(varying)))
 
 
