@@ -25,7 +25,7 @@ class TestMaxPool1d(Few):
 
 class TestAvgPool(Few):
     op = F.avg_pool2d
-    samples = (sample(IMAGES, 2), sample(IMAGES, 3, 2, 1, count_include_pad=False))
+    samples = (sample(IMAGES, 2), sample(IMAGES, (3, 2), 2, 1, ceil_mode=True, count_include_pad=False))
 
 
 class TestAdaptiveAvgPool(Few):

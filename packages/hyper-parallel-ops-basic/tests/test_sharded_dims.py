@@ -63,7 +63,8 @@ CASES = {
     "logcumsumexp": (lambda x: x.logcumsumexp(0), {"all_gather": 1}, {"reduce_scatter": 1}),
     "cummax": (lambda x: x.cummax(0).values, {"all_gather": 2}, {"reduce_scatter": 1}),
     "fft": (lambda x: torch.fft.fft(x, dim=0).abs(), DEALT, DEALT),
-    "max_pool": (lambda x: F.max_pool1d(x.t().unsqueeze(0), 2), DEALT, DEALT),
+    "max_pool": (lambda x: F.max_pool1d(x.t().unsqueeze(0), 2), MOVED, MOVED),
+    "avg_pool": (lambda x: F.avg_pool1d(x.t().unsqueeze(0), 3, 2, 1), MOVED, MOVED),
     "interpolate": (lambda x: F.interpolate(x.t().unsqueeze(0), size=7, mode="linear"), DEALT, DEALT),
     "group_norm": (lambda x: F.group_norm(x.t().unsqueeze(0), 3), TWO_SUMS, TWO_SUMS),
     "keys": (

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.boxes import dim_intervals
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.moving import NOTHING, Move, indices_of
+from hyper_parallel.families.moving import Move, plain
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+from .halo import Window
 
 __all__ = ["Convolution"]
 
@@ -38,7 +39,7 @@ class Convolution(StrategyOp):
         "samples, positions, output channels with the weight, groups; sharded input channels leave a pending sum",
         pending="passes through the input or through the weight, together with the bias",
         communicates="sharded positions: 1 all-to-all of the halo | the same",
-        whole="channels that do not divide into whole groups; positions that are packed",
+        whole="channels that do not divide into whole groups",
     )
 
     signature = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
@@ -68,10 +69,20 @@ class Convolution(StrategyOp):
         elif spec.shape[channels] == weight.shape[0] == groups or self._divides(call, channels):
             yield Strategy({"input": S(channels), "weight": S(0), "bias": S(0)}, S(channels))
         for d in range(channels + 1, len(spec.shape)):
-            if not _is_packed(spec.layout, d):
-                yield Strategy({"input": S(d)}, S(d))
+            yield Strategy({"input": S(d)}, S(d))
         yield Strategy({"input": P, "bias": P}, P)
         yield Strategy({"weight": P, "bias": P}, P)
+
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        solution.outputs = [self._output(solution.outputs[0], call)]
+        return solution
+
+    def _output(self, layout: Layout | None, call: Call) -> Layout:
+        """Layout of the result: positions lie plainly, in the order of the whole."""
+        assert layout is not None
+        ndim = len(call.spec("input").shape)
+        return plain(layout, range(ndim - self.rank, ndim))
 
     @staticmethod
     def _divides(call: Call, channels: int) -> bool:
@@ -79,7 +90,7 @@ class Convolution(StrategyOp):
         packed = _is_packed(call.spec("input").layout, channels) or _is_packed(call.spec("weight").layout, 0)
         return not packed and call.arg("groups") % math.prod(call.info.shape) == 0
 
-    def _windows(self, call: Call) -> list[_Window]:
+    def _windows(self, call: Call) -> list[Window]:
         """What an output position reads, for each position dim."""
         kernel = tuple(call.spec("weight").shape)[2:]
         stride, dilation = (_each(call.arg(name, 1), self.rank) for name in ("stride", "dilation"))
@@ -89,7 +100,7 @@ class Convolution(StrategyOp):
             pads = [(t // 2, t - t // 2) for t in total]
         else:
             pads = [(p, p) for p in _each(0 if padding == "valid" else padding, self.rank)]
-        return [_Window(*w) for w in zip(kernel, stride, dilation, pads, strict=True)]
+        return [Window(*w) for w in zip(kernel, stride, dilation, pads, strict=True)]
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -98,12 +109,13 @@ class Convolution(StrategyOp):
             return None
         windows = self._windows(call)
         layout, shape = targets[call.position("input")], tuple(call.spec("input").shape)
+        output = self._output(outputs[0], call)
         channels = len(shape) - self.rank - 1
         moves: dict[int, Move] = {}
         for i, window in enumerate(windows):
             d = channels + 1 + i
             if layout.shard_order[d]:
-                moves[d] = window.halo(layout, shape, d)
+                moves[d] = window.halo(layout, output, shape[d], d)
                 windows[i] = window.without_padding()
         groups, parsed = call.arg("groups", 1), self._parsed
         assert parsed is not None
@@ -119,40 +131,8 @@ class Convolution(StrategyOp):
         return local
 
 
-class _Window:
-    """What the kernel reads along one dim."""
-
-    def __init__(self, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> None:
-        self.kernel, self.stride, self.dilation, self.pads = kernel, stride, dilation, pads
-        self.reach = dilation * (kernel - 1) + 1
-
-    def count(self, size: int) -> int:
-        """Number of output positions for ``size`` input positions."""
-        return (size + sum(self.pads) - self.reach) // self.stride + 1
-
-    def without_padding(self) -> _Window:
-        """For an input that has it already."""
-        return _Window(self.kernel, self.stride, self.dilation, (0, 0))
-
-    def halo(self, layout: Layout, shape: tuple[int, ...], dim: int) -> Move:
-        """From each rank's input positions to those that its output positions read, padding included."""
-        axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
-        out_shape = (*shape[:dim], self.count(shape[dim]), *shape[dim + 1 :])
-        coordinates = layout.info.group(axes).coordinates if axes else [layout.info.my_coordinate()]
-        held = [indices_of(dim_intervals(layout, shape, dim, c)) for c in coordinates]
-        wanted = []
-        for coordinate in coordinates:
-            outs = dim_intervals(layout, out_shape, dim, coordinate)
-            read = torch.arange(0)
-            if outs:
-                ((start, stop),) = outs
-                read = torch.arange(start * self.stride, (stop - 1) * self.stride + self.reach) - self.pads[0]
-            wanted.append(torch.where((read >= 0) & (read < shape[dim]), read, NOTHING))
-        return Move(layout.info.group(axes) if axes else None, held, wanted)
-
-
 def _convolve(
-    rank: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[_Window], groups: int
+    rank: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[Window], groups: int
 ) -> torch.Tensor:
     """The convolution of this rank's pieces, which may be empty."""
     positions = x.shape[-rank:]

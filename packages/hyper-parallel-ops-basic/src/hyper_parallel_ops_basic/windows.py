@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.families.held_indices import HeldIndices, one_row_more
-from hyper_parallel.families.moving import Move, indices_of, pending_rows, plain
+from hyper_parallel.families.moving import pending_rows, plain
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .gathering import pending_lookup
+from .halo import Window
 
 
 class Unfold(StrategyOp):
@@ -47,18 +47,8 @@ class Unfold(StrategyOp):
         if solution.is_view:
             return solution
         size, step = int(call.arg("size")), int(call.arg("step"))
-        count = (shape[dim] - size) // step + 1
         output = plain(output, [dim])
-        windows = tuple(count if d == dim else n for d, n in enumerate(shape[: output.ndim]))
-
-        def needed(coordinate: tuple[int, ...]) -> torch.Tensor:
-            """The elements under a rank's windows, from the first to the last."""
-            held = dim_intervals(output, windows, dim, coordinate)
-            return torch.arange(held[0][0] * step, (held[0][1] - 1) * step + size) if held else torch.arange(0)
-
-        group = target.info.group(tuple(sorted(target.shard_order[dim])))
-        held = [indices_of(dim_intervals(target, shape, dim, c)) for c in group.coordinates]
-        move = Move(group, held, [needed(c) for c in group.coordinates])
+        move = Window(size, step).halo(target, output, shape[dim], dim)
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             part = move(x, dim)

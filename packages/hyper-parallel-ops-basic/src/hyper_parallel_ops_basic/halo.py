@@ -1,0 +1,80 @@
+"""What windows that slide along a sharded dim read of the neighbours' elements: the halo."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.families.moving import NOTHING, Move, indices_of
+from hyper_parallel.layout import Layout
+
+__all__ = ["Window"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A kernel, or a pool, along one dim.
+
+    Attributes:
+        kernel: number of elements that it reads.
+        stride: how far one window is from the next.
+        dilation: how far one element of a window is from the next.
+        pads: number of positions before the first element and behind the last one.
+        ceil: whether a last window may reach beyond the padding.
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    pads: tuple[int, int] = (0, 0)
+    ceil: bool = False
+
+    @property
+    def reach(self) -> int:
+        """From the first element of a window to the last one."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def count(self, size: int) -> int:
+        """Number of windows over ``size`` elements."""
+        steps = (size + sum(self.pads) - self.reach) / self.stride
+        count = (math.ceil if self.ceil else math.floor)(steps) + 1
+        starts_outside = self.ceil and (count - 1) * self.stride >= size + self.pads[0]
+        return count - 1 if starts_outside else count
+
+    def without_padding(self) -> Window:
+        """For elements that have it already."""
+        return Window(self.kernel, self.stride, self.dilation)
+
+    def starts(self, output: Layout, size: int, dim: int) -> torch.Tensor:
+        """The first position, in the tensor of ``size``, of each window of this rank; negative in the padding."""
+        held = dim_intervals(output, self._sizes(output, size, dim), dim, output.info.my_coordinate())
+        return indices_of(held) * self.stride - self.pads[0]
+
+    def halo(self, layout: Layout, output: Layout, size: int, dim: int, fill: float = 0) -> Move:
+        """From the elements that each rank holds to those under its windows, padding included.
+
+        Args:
+            layout: of the tensor.
+            output: of the result, whose ``dim`` is sharded by the same axes, plainly.
+            size: of the tensor's ``dim``.
+            fill: value of the padding.
+        """
+        axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
+        coordinates = layout.info.group(axes).coordinates if axes else [layout.info.my_coordinate()]
+        sizes = tuple(size if d == dim else 1 for d in range(layout.ndim))
+        held = [indices_of(dim_intervals(layout, sizes, dim, c)) for c in coordinates]
+        wanted = []
+        for coordinate in coordinates:
+            windows = dim_intervals(output, self._sizes(output, size, dim), dim, coordinate)
+            read = torch.arange(0)
+            if windows:
+                ((start, stop),) = windows
+                read = torch.arange(start * self.stride, (stop - 1) * self.stride + self.reach) - self.pads[0]
+            wanted.append(torch.where((read >= 0) & (read < size), read, NOTHING))
+        return Move(layout.info.group(axes) if axes else None, held, wanted, fill)
+
+    def _sizes(self, output: Layout, size: int, dim: int) -> tuple[int, ...]:
+        return tuple(self.count(size) if d == dim else 1 for d in range(output.ndim))
