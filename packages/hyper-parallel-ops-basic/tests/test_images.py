@@ -43,7 +43,8 @@ class TestInterpolate(Few):
     samples = (
         sample(IMAGES, scale_factor=2),
         sample(IMAGES, size=(7, 3), mode="bilinear", align_corners=False),
-        sample(tensor(3, 2, 5), size=8, mode="linear"),
+        sample(tensor(3, 2, 5), scale_factor=1.7, mode="linear"),
+        sample(IMAGES, size=(3, 8), mode="bicubic"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Pooling, ``interpolate`` and other operators over the trailing dims of images, on each channel by itself."""
+"""Adaptive pooling and other operators over the trailing dims of images, on each channel by itself."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 class Spatial(WholeDims):
     """An operator on ``[batch, channels, *spatial]`` (or without the batch) that treats every channel alike.
 
-    Sharded spatial dims: the planes are dealt out to the ranks (one all-to-all each way).
+    Sharded spatial dims: the planes are dealt out to the ranks (one all-to-all each way). The windows of adaptive
+    pooling have many sizes, which no kernel takes but on a whole plane.
 
     Args:
-        dims: number of spatial dims; 0 for all after the first two.
+        dims: number of spatial dims.
     """
 
     summary = OpSummary(
         "every dim",
-        communicates="sharded spatial dim: 1 all-to-all each way | the same",
+        communicates="sharded spatial dim: 1 all-to-all each way of whole planes, dealt out to the ranks | the same",
     )
 
-    floats_matter = True  # a scale factor
     kernels_need_lines = True
 
-    def __init__(self, op_name: str, *, signature: str, dims: int = 0) -> None:
+    def __init__(self, op_name: str, *, signature: str, dims: int) -> None:
         super().__init__(op_name, signature=signature)
         self.dims = dims
 
@@ -42,7 +42,7 @@ class Spatial(WholeDims):
 
     def whole_dims(self, call: Call) -> tuple[int, ...]:
         ndim = len(call.inputs[0].shape)
-        return tuple(range(ndim - self.dims if self.dims else 2, ndim))
+        return tuple(range(ndim - self.dims, ndim))
 
     def on_lines(self, call: Call) -> Callable[..., Any]:
         func = call.func
