@@ -13,6 +13,7 @@ from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import Move, indices_of, plain
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.plan import fit_rank
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 __all__ = ["Interpolate"]
@@ -64,20 +65,24 @@ class Interpolate(StrategyOp):
         if not any(layout.shard_order):
             return None
         positions = range(2, len(sizes))
+        if not any(layout.shard_order[d] for d in positions):
+            func = call.func
+
+            def whole_planes(*args: Any, **kwargs: Any) -> torch.Tensor:
+                x = parsed.bind(args, kwargs)["input"]
+                return func(*args, **kwargs) if x.numel() else zeros_from((*x.shape[:2], *sizes[2:]), x)
+
+            return whole_planes
         output = plain(outputs[0], positions)
         resize = _Resize(call, sizes)
-        sharded = [d for d in positions if layout.shard_order[d]]
-        taps = {d: _Taps(resize.weights(d), layout, output, d, (resize.shape[d], sizes[d])) for d in sharded}
+        taps = [_Taps(resize.weights(d), layout, output, d, (resize.shape[d], sizes[d])) for d in positions]
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)["input"]
-            x = given
-            for d in sharded:
-                x = taps[d](x)
-            if not x.numel():
-                found = [x.shape[d] if d < 2 or d in sharded else n for d, n in enumerate(sizes)]
-                return zeros_from(found, x).to(given.dtype)
-            return (x if len(sharded) == len(positions) else resize(x, done=sharded)).to(given.dtype)
+            x = parsed.bind(args, kwargs)["input"]
+            dtype = x.dtype
+            for weighted_sums in taps:
+                x = weighted_sums(x)
+            return x.to(dtype)
 
         return local
 
@@ -95,44 +100,39 @@ class _Resize:
         if scale is not None and not call.arg("recompute_scale_factor") and self.mode != "area":
             self.scales = list(scale) if isinstance(scale, (list, tuple)) else [scale] * (len(self.shape) - 2)
 
-    def __call__(self, x: torch.Tensor, done: Sequence[int]) -> torch.Tensor:
-        """``x`` resized along the position dims that are not done."""
-        others = range(2, x.ndim)
-        if self.scales is None:
-            how: dict[str, Any] = {"size": [x.shape[d] if d in done else self.sizes[d] for d in others]}
-        else:
-            how = {"scale_factor": [1.0 if d in done else self.scales[d - 2] for d in others]}
-        return self.func(x, **how, **self.options)
-
     def weights(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For each element along ``dim`` of the result the elements of the input that it is made from, and how much of
         each: two tensors ``[size of the result, number of elements]``, the second in float64."""
-        others = [d for d in range(2, len(self.shape)) if d != dim]
         if self.mode in _NEAREST or self.two_taps:
             # A ramp keeps its slope, so its values are positions.
-            where = self._along(torch.arange(self.shape[dim], dtype=torch.float64).unsqueeze(0), dim, others)[0]
+            where = self._along(torch.arange(self.shape[dim], dtype=torch.float64).unsqueeze(0), dim)[0]
             first = where.floor().long()
             if self.mode in _NEAREST:
                 return first.unsqueeze(1), torch.ones_like(where).unsqueeze(1)
             part = where - first
             both = torch.stack([first, (first + 1).clamp(max=self.shape[dim] - 1)], 1)
             return both, torch.stack([1 - part, part], 1)
-        matrix = self._along(torch.eye(self.shape[dim], dtype=torch.float64), dim, others).t()
+        matrix = self._along(torch.eye(self.shape[dim], dtype=torch.float64), dim).t()
         used = int((matrix != 0).sum(1).max())
         index = (matrix != 0).to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :used]
         return index, matrix.gather(1, index)
 
-    def _along(self, rows: torch.Tensor, dim: int, others: Sequence[int]) -> torch.Tensor:
+    def _along(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
         """Rows of elements along ``dim`` resized as PyTorch does it."""
-        # Two elements in the other dims: with one, PyTorch's antialiasing on CPU gives every row the values of the first.
+        # The other dims have two elements, and keep them: with one of them, PyTorch's antialiasing on CPU gives every
+        # row the values of the first.
         sizes = [len(rows), 1, *(self.shape[dim] if d == dim else 2 for d in range(2, len(self.shape)))]
-        images = rows.view([n if d in (0, dim) else 1 for d, n in enumerate(sizes)]).expand(sizes)
-        out = self(images.contiguous(), others).movedim(dim, 1)
+        images = rows.view([n if d in (0, dim) else 1 for d, n in enumerate(sizes)]).expand(sizes).contiguous()
+        if self.scales is None:
+            how: dict[str, Any] = {"size": [self.sizes[d] if d == dim else 2 for d in range(2, len(sizes))]}
+        else:
+            how = {"scale_factor": [self.scales[d - 2] if d == dim else 1.0 for d in range(2, len(sizes))]}
+        out = self.func(images, **how, **self.options).movedim(dim, 1)
         return out[(slice(None), slice(None), *[0] * (out.ndim - 2))]
 
 
 class _Taps:
-    """Weighted sums of a few elements each, along a sharded dim.
+    """Weighted sums of a few elements each along one dim, sharded or not.
 
     Args:
         weights: which elements and how much of each, for every element of the result.
@@ -150,15 +150,16 @@ class _Taps:
         sizes: tuple[int, int],
     ) -> None:
         (index, share), self.dim = weights, dim
-        group = layout.info.group(tuple(sorted(layout.shard_order[dim])))
+        axes = tuple(sorted(layout.shard_order[dim]))
+        group = layout.info.group(axes) if axes else None
+        coordinates, me = (group.coordinates, group.rank) if group else ([layout.info.my_coordinate()], 0)
         held, mine = (
-            [indices_of(dim_intervals(one, (1,) * dim + (size,), dim, c)) for c in group.coordinates]
-            for one, size in zip((layout, output), sizes, strict=True)
+            [indices_of(dim_intervals(one, (1,) * dim + (size,), dim, c)) for c in coordinates]
+            for one, size in zip((layout, fit_rank(output, layout.ndim)), sizes, strict=True)
         )
         needed = [index[rows].unique() for rows in mine]
         self.move = Move(group, held, needed)
-        rows = mine[group.rank]
-        self.places, self.share = torch.searchsorted(needed[group.rank], index[rows]), share[rows]
+        self.places, self.share = torch.searchsorted(needed[me], index[mine[me]]), share[mine[me]]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the result; low precision is widened."""
