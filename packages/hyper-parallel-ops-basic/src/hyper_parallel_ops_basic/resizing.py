@@ -128,7 +128,7 @@ class _Resize:
         else:
             how = {"scale_factor": [self.scales[d - 2] if d == dim else 1.0 for d in range(2, len(sizes))]}
         out = self.func(images, **how, **self.options).movedim(dim, 1)
-        return out[(slice(None), slice(None), *[0] * (out.ndim - 2))]
+        return out.flatten(2)[..., 0]
 
 
 class _Taps:
