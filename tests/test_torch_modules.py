@@ -264,6 +264,7 @@ INITIALISERS = {
     "constant_": lambda t: nn.init.constant_(t, 3.0),
     "ones_": nn.init.ones_,
     "zeros_": nn.init.zeros_,
+    "eye_": nn.init.eye_,
 }
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _has_foreach_support
 
-from hyper_parallel import CommTrace, DTensor, Partial, Replicate, Shard
+from hyper_parallel import CommTrace, DTensor, Partial, Replicate, Shard, redistribute_policy
 from hyper_parallel.testing.checking import mesh_of
 from hyper_parallel.testing.placing import make
 
@@ -49,6 +50,21 @@ OPTIMIZERS = {
     "Adam amsgrad": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
 }
+# They redistribute, or need tensors of two dimensions; each is compared in its default form.
+OTHERS = {
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
+    "Adafactor foreach": (torch.optim.Adafactor, {"lr": 0.1, "foreach": True}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "Adagrad fused": (torch.optim.Adagrad, {"fused": True}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "LBFGS": (torch.optim.LBFGS, {"line_search_fn": "strong_wolfe", "max_iter": 3}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
 FORMS = {
     "default": {},
     "for-loop": {"foreach": False},
@@ -77,6 +93,59 @@ def test_steps_are_those_of_one_device_and_send_nothing(name, form):
             if state.ndim:
                 assert state.placements == got.placements, key
                 torch.testing.assert_close(state.full_tensor(), theirs.state[want][key])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_optimizers_step_as_on_one_device(name):
+    kind, options = OTHERS[name]
+    plain, placed = parameters()
+    with redistribute_policy("auto"):
+        for tensors in (plain, placed):
+            optimizer = kind(tensors, **options)
+
+            def closure(tensors=tensors, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = loss_of(tensors, 0)
+                loss.backward()
+                return loss
+
+            for _ in range(3):
+                optimizer.step(closure)
+    for got, want, layout in zip(placed, plain, PLACEMENTS, strict=True):
+        assert list(got.placements) == layout
+        torch.testing.assert_close(got.detach().full_tensor(), want.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(4)
+def test_muon_steps_as_on_one_device():
+    plain, placed = (tensors[:2] for tensors in parameters(torch.float32))
+    with redistribute_policy("auto"):
+        for tensors in (plain, placed):
+            optimizer = torch.optim.Muon(tensors, lr=0.01)
+            for tensor, value in zip(tensors, values(torch.float32), strict=False):
+                tensor.grad = value if tensors is plain else make(value, mesh_of((2, 2)), tensor.placements)
+            optimizer.step()
+    for got, want in zip(placed, plain, strict=True):  # computed in bfloat16
+        torch.testing.assert_close(got.detach().full_tensor(), want.detach(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("multi", [True, False])
+def test_averaged_models_average_as_on_one_device(multi):
+    averages = []
+    for tensors in parameters():
+        model = nn.ParameterList(tensors)
+        how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if multi else {}
+        average = AveragedModel(model, **how)
+        for _ in range(3):
+            with torch.no_grad():
+                for tensor in tensors:
+                    tensor.mul_(1.5)
+            average.update_parameters(model)
+        averages.append(list(average.parameters()))
+    for want, got in zip(*averages, strict=True):
+        torch.testing.assert_close(got.detach().full_tensor(), want.detach())
 
 
 @pytest.mark.ranks(4)
@@ -124,7 +193,7 @@ def test_optimizer_state_survives_a_state_dict(form):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 2.0, float("inf")])
 def test_clip_grad_norm_clips_by_the_global_norm(norm_type, foreach):
     plain, placed = parameters()
     totals = []

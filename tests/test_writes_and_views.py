@@ -14,10 +14,12 @@ from hyper_parallel import (
     Partial,
     Replicate,
     Shard,
+    SkipDTensorDispatch,
     distribute_tensor,
     init_device_mesh,
     redistribute_policy,
 )
+from hyper_parallel.testing.placing import make
 
 R, P = Replicate(), Partial()
 
@@ -164,3 +166,104 @@ def test_an_operator_of_python_with_a_plain_tensor_says_what_is_wrong():
     for mix in (lambda: x + plain, lambda: plain + x, lambda: x * plain, lambda: x > plain, lambda: x @ plain):
         with pytest.raises(RuntimeError, match="implicit_replication"):
             mix()
+
+
+WRITES = {
+    "clamp_": lambda x: x.clamp_(min=0.0),
+    "relu_": torch.relu_,
+    "*=": lambda x: x.__imul__(x.detach().clone()),
+    "inplace=True": lambda x: F.silu(x, inplace=True),
+    "module": torch.nn.ReLU(inplace=True),
+    "by position": lambda x: F.threshold(x, 0.0, 1.0, True),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placements", [(P, R), (Shard(0), P), (P, P)], ids=str)
+@pytest.mark.parametrize("name", WRITES)
+def test_what_needs_the_value_of_a_pending_sum_is_written_to_the_sum(name, placements):
+    """The tensor stays a pending sum: views of it, and detached forms, see the write too."""
+
+    def run(x):
+        hidden = x * 1
+        view, detached = hidden.t(), hidden.detach()
+        WRITES[name](hidden)
+        ((hidden * hidden).sum() + view.sum()).backward()
+        return hidden, view, detached
+
+    plain = leaf(5, 3)
+    placed = make(plain, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), placements, requires_grad=True)
+    for got, want in zip(run(placed), run(plain), strict=True):
+        torch.testing.assert_close(got.detach().full_tensor(), want.detach())
+        assert any(isinstance(p, Partial) for p in got.placements)
+    torch.testing.assert_close(placed.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.ranks(4)
+def test_inplace_true_is_a_write_like_others():
+    x = spread(leaf(6, 4).detach(), Shard(0))
+    pending = DTensor.from_local(torch.full((3,), -1.0), mesh4(), [P])
+    before = pending.reduce_partial()  # remembered, and not what is written
+    assert F.relu(pending, inplace=True) is pending
+    assert (pending.tolist(), before.tolist()) == ([0.0] * 3, [-4.0] * 3)
+    with redistribute_policy("auto"):
+        copied = x.view(-1)
+        with pytest.raises(RuntimeError, match="redistributed copy"):
+            F.relu(copied, inplace=True)
+        del copied
+    version = x._version
+    F.relu(x, True)
+    assert x._version > version
+    with redistribute_policy("strict"), pytest.raises(ValueError, match="no strategy takes"):
+        (pending * 1).clamp_(0)
+
+
+@pytest.mark.ranks(4)
+def test_a_tensor_whose_maximum_is_pending_and_its_detached_form_change_together():
+    x = make(torch.tensor([1.0, -2.0]), mesh4(), [Partial("max")])
+    x.detach().neg_()
+    assert x.tolist() == [-1.0, 2.0]
+    norms = spread(leaf(4, 3).detach(), Shard(0)).norm(dim=0)
+    other = norms.data
+    with pytest.raises(ValueError, match="no strategy takes"):  # terms of a norm cannot be negative
+        other.neg_()
+    del other
+    norms.neg_()
+    torch.testing.assert_close(norms.full_tensor(), -leaf(4, 3).detach().norm(dim=0))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("op", ["avg", "max", "min"])
+def test_a_leaf_that_asks_for_a_gradient_has_no_reduction_pending_but_sums(op):
+    value = torch.tensor([1.0, -2.0])
+    for ask in (torch.nn.Parameter, lambda t: t.detach().requires_grad_()):
+        x = ask(make(value, mesh4(), [Partial(op)]))
+        (x * x).sum().backward()
+        assert x.grad.tolist() == [2.0, -4.0]
+
+
+@pytest.mark.ranks(4)
+def test_out_in_its_rare_forms():
+    value = leaf(4, 3).detach()
+    x = spread(value, Shard(0))
+    assert torch.utils.data.default_collate([x, x]).shape == (2, 4, 3)  # passes out=None
+    with pytest.raises(TypeError, match="out= is a DTensor and no input is one"):
+        torch.add(value, value, out=x)
+    assert torch.equal(torch.tensor(x).full_tensor(), value)
+
+
+@pytest.mark.ranks(4)
+def test_a_dtensor_has_no_memory_of_its_own():
+    x = spread(leaf(4, 3).detach(), Shard(0))
+    for ask in (x.untyped_storage, x.storage, x.share_memory_, lambda: torch.from_dlpack(x)):
+        with pytest.raises(NotImplementedError, match=r"this rank's piece has: x\.to_local\(\)\."):
+            ask()
+    with SkipDTensorDispatch():
+        assert x.untyped_storage().nbytes() == 24
+
+
+@pytest.mark.ranks(2)
+def test_transforms_of_functions_say_what_to_use_instead():
+    x = spread(leaf(4, 3).detach(), Shard(0), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(RuntimeError, match=r"torch\.func .torch\.autograd\.grad"):
+        torch.func.grad(lambda t: (t * t).sum())(x)

@@ -85,7 +85,7 @@ class TestExpandAs(Views):
 
 
 def matrix_transposes(x):
-    return x.T + x.t() + x.mT.contiguous()
+    return x.T + x.t() + x.mT.contiguous() + x.H + x.mH
 
 
 class TestMatrixTransposes(Views):

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hyper_parallel.placements import is_partial
+from hyper_parallel.redistribute import has_other_reductions
 from hyper_parallel.wrapper_graph import joined, same_as
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _join(tensor: DTensor, mark: _Mark) -> None:
     """Connect the local tensor to what C++ says the wrapper was made from."""
     node = wrapper_grad_fn(tensor)
     if node is not None:
-        if not all(p.reduce_op in ("sum", "avg") for p in tensor.placements if is_partial(p)):
+        if has_other_reductions(tensor.layout):
             # It was made without gradients, and needs one after all (the result of a reentrant checkpoint).
             from hyper_parallel.in_place import carry_out
 
@@ -306,8 +307,12 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
             return wrap(torch.zeros_like(tensor._local), tensor._spec)
     if func is _aten._local_scalar_dense.default:  # a number for a function that wants one: torch.arange(n)
         return dispatch(torch.Tensor.item, (tensor,), {})
-    if func is _aten._to_copy.default and set(kwargs) == {"dtype"}:  # a gradient in another dtype than its tensor
-        return dispatch(torch.Tensor.to, (tensor, kwargs["dtype"]), {})
+    if func is _aten._to_copy.default and kwargs.keys() <= {"dtype", "device"}:
+        return dispatch(torch.Tensor.to, args, kwargs)  # a gradient in another dtype than its tensor, torch.tensor(x)
+    if func is _aten.set_.source_Tensor and isinstance(args[1], DTensor) and args[1]._spec is tensor._spec:
+        with torch.no_grad():  # torch.nn.utils.parametrize puts the original value back so
+            tensor.data = args[1]
+        return tensor
     if (
         func is _aten.add.Tensor and len(args) == 2 and not kwargs and all(isinstance(a, DTensor) for a in args)
     ):  # gradients
@@ -315,6 +320,6 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
             return dispatch(torch.add, args, {})
     raise RuntimeError(
         f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. Call the operator "
-        "through torch (torch.*, Tensor methods, torch.ops.*), or pass to_local() if the code is meant for this rank's "
-        "piece"
+        "through torch (torch.*, Tensor methods, torch.ops.*) and outside of the transforms of torch.func "
+        "(torch.autograd.grad does what they do), or pass to_local() if the code is meant for this rank's piece"
     )

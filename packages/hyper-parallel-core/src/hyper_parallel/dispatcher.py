@@ -19,11 +19,21 @@ from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError, RedistributionError
-from hyper_parallel.in_place import become_view, before_write, carry_out, note_base, run_inplace
+from hyper_parallel.in_place import (
+    become_view,
+    before_write,
+    form_of,
+    holds_any_value,
+    note_base,
+    reduce_in_place,
+    run_inplace,
+    write,
+    write_back,
+)
 from hyper_parallel.meshes import on_mesh
 from hyper_parallel.metadata import handler_of
 from hyper_parallel.op import FunctionOp
-from hyper_parallel.plan import CACHE_LIMIT, Rule, finish, make_plan, wrap_many
+from hyper_parallel.plan import CACHE_LIMIT, Rule, finish, is_asked, make_plan, wrap_many
 from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
 from hyper_parallel.structures import tensors_of
 from hyper_parallel.three_phases import Again, three_phases
@@ -55,7 +65,7 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         return _generic(rule, args, kwargs or {})
     if rule.inplace and isinstance(args[0], torch.Tensor) and args[0].__class__ is not DTensor:
         return _into_plain(rule, args, kwargs or {})
-    if kwargs and kwargs.get("out") is not None:
+    if kwargs and "out" in kwargs:
         return into_out(func, args, kwargs)
     grad = _grad_enabled()
     source = args[0] if args else None  # of which the result may be a view
@@ -77,7 +87,8 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         plan = rule.cache.get(lookup)
         if plan is not None and plan.ready:
             break
-        if solution is None and (rule.use_reduced if plan is None else plan.pending):
+        writes = rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at)
+        if solution is None and not writes and (rule.use_reduced if plan is None else plan.pending):
             reduced = with_reduced_forms(args, kwargs or {})
             if reduced is not None:
                 args, kwargs = reduced
@@ -86,9 +97,14 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
             try:
                 plan = make_plan(rule, args, kwargs or {}, solution)
             except RedistributionError:
-                if rule.inplace and mode.policy != "strict" and isinstance(args[0], DTensor) and carry_out(args[0]):
+                if not rule.inplace or mode.policy == "strict" or not isinstance(args[0], DTensor):
+                    raise
+                if reduce_in_place(args[0]):
                     continue
-                raise
+                out_of_place = form_of(rule.name)
+                if out_of_place is None or not holds_any_value(args[0].layout):
+                    raise
+                return write(args[0], dispatch(out_of_place, args, kwargs))
             if len(rule.cache) >= CACHE_LIMIT:
                 rule.cache.clear()
             rule.cache[lookup] = plan
@@ -97,6 +113,8 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         if plan.mesh is not None:
             args, kwargs = on_mesh(args, kwargs or {}, plan.mesh)
             continue
+        if writes and any(index == 0 for index, _, _ in plan.changes):
+            return write_back(func, args, kwargs or {}, rule.flag_at)  # type: ignore[arg-type]
         args, kwargs = changed(args, kwargs or {}, plan, rule.inplace)
         copied = copied or plan.is_view
         if plan.then is not None:
@@ -123,7 +141,9 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
                 note_base(view, source, rule.name if copied or plan.copies else None)
         return many
     if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
-        return args[0]  # a cast or copy that was none, as in PyTorch
+        if rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at):
+            before_write(args[0])
+        return args[0]  # a cast or copy that was none, as in PyTorch; or inplace=True
     if out.dtype is not spec.dtype:  # autocast chose another dtype
         spec = spec.replace(dtype=out.dtype)
     result = new_wrapper(DTensor, out, spec, out.requires_grad)
@@ -211,13 +231,21 @@ LISTENERS.append(forget_rules)
 def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The ``out=`` form: compute, then write into the given DTensors, whose layout stays."""
     out = kwargs["out"]
+    given = {name: value for name, value in kwargs.items() if name != "out"}
+    if out is None:
+        return dispatch(func, args, given)
+    if not any(isinstance(t, DTensor) for t in tensors_of((list(args), given))):
+        raise TypeError(
+            f"{func.__name__}: out= is a DTensor and no input is one; make the inputs DTensors (distribute_tensor), or "
+            "copy_() the result into it"
+        )
     if _grad_enabled() and any(t.requires_grad for t in tensors_of((args, kwargs))):
         # As PyTorch says it.
         raise RuntimeError(
             "functions with out=... arguments don't support automatic differentiation, but one of the arguments "
             "requires grad."
         )
-    result = dispatch(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+    result = dispatch(func, args, given)
     many = isinstance(out, (tuple, list))
     for target, value in zip(out if many else (out,), result if many else (result,), strict=True):
         if not isinstance(target, DTensor):

@@ -23,7 +23,15 @@ from hyper_parallel.layout import Layout, _rebuild_layout, as_layout
 from hyper_parallel.local_pieces import check_ranks_agree, check_replicas_agree, global_shape
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate
-from hyper_parallel.redistribute import How, convert_gradient, describe, gradient_layout, target_spec, varying_axes
+from hyper_parallel.redistribute import (
+    How,
+    convert_gradient,
+    describe,
+    gradient_layout,
+    has_other_reductions,
+    target_spec,
+    varying_axes,
+)
 from hyper_parallel.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
 from hyper_parallel.wrapper import Wrapper, new_wrapper
 
@@ -207,7 +215,12 @@ class DTensor(Wrapper):
         self.requires_grad_(flag)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """Ask for a gradient, in place; only for leaves."""
+        """Ask for a gradient, in place; only for leaves. A pending average, maximum and so on is carried out: only sums
+        carry gradients."""
+        if requires_grad and has_other_reductions(self._spec.layout) and self.is_leaf:
+            from hyper_parallel.in_place import carry_out
+
+            carry_out(self)
         self._resolve().requires_grad_(requires_grad)
         autograd_bridge.set_wrapper_requires_grad(self, requires_grad)
         return self
@@ -266,7 +279,7 @@ class DTensor(Wrapper):
         """The same data without history."""
         detached = wrap(self._resolve().detach(), self._spec)
         detached._tracked = self._tracked
-        return detached
+        return self._shared(detached)
 
     def detach_(self) -> DTensor:
         """Drop the history in place."""
@@ -317,7 +330,7 @@ class DTensor(Wrapper):
         """The same data without history, untracked."""
         untracked = wrap(self._resolve().data, self._spec)
         untracked._tracked = self if self._tracked is None else self._tracked
-        return untracked
+        return self._shared(untracked)
 
     @data.setter
     def data(self, value: DTensor) -> None:
@@ -331,6 +344,14 @@ class DTensor(Wrapper):
         if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
             autograd_bridge.renew_wrapper(self, spec, local.device, self.requires_grad)
         self._spec = spec
+
+    def _shared(self, other: DTensor) -> DTensor:
+        """``other``, which shares this tensor's memory; noted as a view where an in-place operator would part them."""
+        if has_other_reductions(self._spec.layout):
+            from hyper_parallel.in_place import note_base
+
+            note_base(other, self, None)
+        return other
 
     def forget_forms(self) -> None:
         """Drop what was computed of this tensor in other layouts: its data changed in a way that the version of the

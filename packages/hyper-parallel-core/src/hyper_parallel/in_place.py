@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel import autograd_bridge
 from hyper_parallel.dtensor import DTensor
+from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Replicate, is_partial
 from hyper_parallel.plan import Plan, finish
 from hyper_parallel.redistribute import transition
@@ -78,22 +79,55 @@ def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
     return target
 
 
-def carry_out(target: DTensor) -> bool:
+def holds_any_value(layout: Layout) -> bool:
+    """Whether something is pending in which every value can be written, as terms: no norm is negative."""
+    kinds = {p.reduce_op for p in layout.placements if is_partial(p)}
+    return bool(kinds) and kinds <= {"sum", "avg", "max", "min"}
+
+
+def write(target: DTensor, value: DTensor) -> DTensor:
+    """``copy_`` from any layout. Neither memory nor placements of the target change: it may have views, and be one."""
+    return target.copy_(value.redistribute(target.layout))  # type: ignore[return-value]
+
+
+def write_back(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int) -> DTensor:
+    """``inplace=True`` of a function whose first argument has to be redistributed: what is computed is copied back."""
+    given = [*args]
+    if len(given) > position:
+        given[position] = False
+    named = {name: value for name, value in kwargs.items() if name != "inplace"}
+    return write(args[0], func(*given, **named))
+
+
+def form_of(name: str) -> Callable[..., Any] | None:
+    """The out-of-place form of an in-place operator: ``clamp`` of ``clamp_``, ``__mul__`` of ``__imul__``."""
+    name = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
+    return getattr(torch.Tensor, name, None) or getattr(torch, name, None)
+
+
+def reduce_in_place(target: DTensor) -> bool:
     """Carry out, in place, a pending max, min, product or norm; False where that is not possible.
 
     They are pending because that was cheaper than to reduce at once, not because somebody laid the tensor out so: a
     function that writes the tensor and needs its value finds it reduced.
     """
-    layout = target._spec.layout
-    kinds = {p.reduce_op for p in layout.placements if is_partial(p)}
+    kinds = {p.reduce_op for p in target._spec.layout.placements if is_partial(p)}
     if not kinds or kinds & {"sum", "avg"} or target._base_dtensor is not None or any(v() for v in target._views):
         return False
+    carry_out(target)
+    return True
+
+
+def carry_out(target: DTensor) -> None:
+    """Carry out the pending reductions of a tensor without history, which gets memory of its own."""
+    layout = target._spec.layout
     whole = layout.with_placements({a: Replicate() for a, p in enumerate(layout.placements) if is_partial(p)})
     with torch.no_grad():
-        target._local = plan_transition(layout, whole, tuple(target._spec.shape)).run(target._local.detach())
+        local = target._resolve().detach()
+        target._local = plan_transition(layout, whole, tuple(target._spec.shape)).run(local)
     target._spec = target._spec.replace(layout=whole)
+    target._base_dtensor = None
     target.forget_forms()
-    return True
 
 
 def _root(tensor: DTensor) -> DTensor:

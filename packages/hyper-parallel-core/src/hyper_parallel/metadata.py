@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from hyper_parallel import autograd_bridge
-from hyper_parallel.arguments import local_arguments
+from hyper_parallel.arguments import local_arguments, on_locals
+from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor
+from hyper_parallel.errors import MissingOpError
 
 
 def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -20,7 +22,7 @@ def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 _METADATA_NAMES = (
     "is_floating_point is_complex is_contiguous is_signed is_pinned is_shared is_inference is_conj is_neg is_coalesced "
-    "element_size storage_offset get_device numel nelement ndimension dense_dim sparse_dim "
+    "element_size storage_offset get_device dim dim_order size stride numel nelement ndimension dense_dim sparse_dim "
     "has_names _is_view is_distributed __dir__ result_type"
 ).split()
 _METADATA_PROPERTIES = (
@@ -49,12 +51,49 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _Tensor._base.__get__: lambda func, args, kwargs: args[0]._base_dtensor,
     _Tensor._backward_hooks.__get__: lambda func, args, kwargs: None,
     _Tensor._backward_hooks.__set__: _on_wrapper,
+    torch.Tensor.module_load: lambda func, args, kwargs: _module_load(*args, **kwargs),
+    torch.eye: lambda func, args, kwargs: _eye(*args, **kwargs),
     torch.Tensor.type: lambda func, args, kwargs: _type(*args, **kwargs),
     torch.is_same_size: lambda func, args, kwargs: args[0].shape == args[1].shape,
     torch.Tensor.is_same_size: lambda func, args, kwargs: args[0].shape == args[1].shape,
     # Module.to() asks whether a parameter's .data may be set to the converted one.
     torch._has_compatible_shallow_copy_type: lambda func, args, kwargs: func(*local_arguments(args, kwargs)[0]),
 }
+
+
+def _module_load(tensor: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
+    return other.detach() if assign else tensor.detach().copy_(other)
+
+
+def _eye(*sizes: Any, out: DTensor, **options: Any) -> DTensor:
+    """``torch.eye(*x.shape, out=x)``, as ``nn.init.eye_`` writes it; every rank makes the whole and takes its part."""
+    from hyper_parallel.distribute import distribute_tensor
+
+    whole = torch.eye(*sizes, dtype=out.dtype, device=out.device)
+    return out.copy_(distribute_tensor(whole, out.layout, src_data_rank=None))  # type: ignore[return-value]
+
+
+def _without_memory(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A question about memory, which a DTensor has none of: its rank's piece has."""
+    if state.mode.skip:
+        return on_locals(func, args, kwargs)
+    raise MissingOpError(
+        f"{func.__name__}: a DTensor has no memory of its own, this rank's piece has: "
+        f"x.to_local().{func.__name__}(...)",
+        func=func,
+    )
+
+
+_SPECIAL.update(
+    dict.fromkeys(
+        (
+            getattr(torch.Tensor, name)
+            for name in "storage untyped_storage storage_type share_memory_ is_set_to resize_ resize_as_ __dlpack__ "
+            "__dlpack_device__".split()
+        ),
+        _without_memory,
+    )
+)
 
 
 def _type(tensor: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:

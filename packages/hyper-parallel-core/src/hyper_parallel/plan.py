@@ -24,7 +24,18 @@ CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
 class Rule:
     """One torch function and the rule that serves it, with the plans made so far."""
 
-    __slots__ = ("by_value", "cache", "func", "generic", "grad_placements", "inplace", "name", "op", "use_reduced")
+    __slots__ = (
+        "by_value",
+        "cache",
+        "flag_at",
+        "func",
+        "generic",
+        "grad_placements",
+        "inplace",
+        "name",
+        "op",
+        "use_reduced",
+    )
 
     def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
         from hyper_parallel.strategy import LayoutOp
@@ -34,6 +45,7 @@ class Rule:
         # 0: numbers do not matter; 1: ints do; 2: floats too.
         self.by_value = 1 if self.generic else 2 if op.floats_matter else int(op.scalars_matter)  # type: ignore[attr-defined]
         self.inplace = is_inplace(name)
+        self.flag_at = flag_position(func)
         # A view must be of the tensor itself, so that writes reach it.
         self.use_reduced = not self.inplace and not self.generic and not op.makes_views  # type: ignore[attr-defined]
         self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
@@ -100,6 +112,18 @@ def is_inplace(name: str) -> bool:
     if name.startswith("__"):
         return (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")) or name == "__setitem__"
     return name.endswith("_")
+
+
+def flag_position(func: Callable[..., Any]) -> int | None:
+    """Position of an ``inplace`` argument, as functions of ``torch.nn.functional`` have."""
+    code = getattr(func, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return names.index("inplace") if "inplace" in names else None
+
+
+def is_asked(args: Sequence[Any], kwargs: dict[str, Any], position: int) -> bool:
+    """Whether a call with an ``inplace`` argument is to write its first one."""
+    return bool(args[position] if len(args) > position else kwargs.get("inplace"))
 
 
 def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> Plan:

@@ -160,6 +160,11 @@ def _run(local: torch.Tensor, move: Move, how: How, tracked: bool) -> torch.Tens
     return _apply_transition(local, move, how) if tracked else how.run(local, move)
 
 
+def has_other_reductions(layout: Layout) -> bool:
+    """Whether a reduction other than the sum is pending."""
+    return layout.is_partial() and bool(_other_reductions(layout))
+
+
 def _other_reductions(layout: Layout) -> dict[int, str]:
     """Axes with a pending reduction other than the sum, the only one that carries gradients."""
     return {a: p.reduce_op for a, p in enumerate(layout.placements) if is_partial(p) and p.reduce_op != "sum"}
