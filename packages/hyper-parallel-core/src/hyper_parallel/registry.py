@@ -7,7 +7,6 @@ loaded: where two of them implement one op differently and nothing says which is
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import sys
@@ -18,26 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel import function_names
-from hyper_parallel._pack_hints import PACK_OF_OP
-from hyper_parallel.errors import MissingOpError, OpConflictError, PluginError
+from hyper_parallel.errors import MissingOpError, PluginError
+from hyper_parallel.function_index import FunctionIndex
 from hyper_parallel.function_names import Function
 from hyper_parallel.op_entry import USER, OpEntry, is_building
 from hyper_parallel.op_table import OpTable
-from hyper_parallel.plugins.environment import DISABLE, PREFER
 from hyper_parallel.plugins.manager import PluginManager, default_manager
 from hyper_parallel.plugins.record import PluginRecord
+from hyper_parallel.registry_messages import by_provider, conflict_error, listing, missing_text, taken_error
 
 if TYPE_CHECKING:
     from hyper_parallel.op import DistributedOp
 
 TABLES_FOLDER = "HYPER_PARALLEL_OPS_YAML_DIR"
-TUTORIAL = "docs/write-an-op.md"
 
 # Called when a registry changes or another one becomes the default: whoever remembers answers forgets them.
 LISTENERS: list[Callable[[], None]] = []
-
-# How directly a name means a function. A function is handled by the most direct names that mean it.
-_DOTTED, _BARE, _AUTOMATIC = 3, 2, 1
 
 
 class Registry:
@@ -57,8 +52,7 @@ class Registry:
         self._environ = environ
         self._entries: dict[str, list[OpEntry]] = {}
         self._pins: dict[str, str] = {}
-        self._by_function: dict[Function, dict[str, int]] | None = None
-        self._unresolved: list[str] = []
+        self._functions: FunctionIndex | None = None
         self._filled = False
         self._filling = False
         self._filling_for: PluginRecord | None = None
@@ -80,12 +74,11 @@ class Registry:
         """As :meth:`find`, but the registry's entry: who provides the op, and where."""
         with self._lock:
             self._fill()
-            table = self._functions()
-            for form in function_names.lookup_forms(func):
-                if form in table:
-                    return self._choose(table[form], func)
-            if self._resolve_imported_since():
-                return self.find_entry(func)
+            if self._functions is None:
+                self._functions = FunctionIndex(self._entries)
+            names = self._functions.names_of(func)
+            if names:
+                return self._choose(names, func)
             name = function_names.aten_name(func)
             return self._entry_named(name) if name is not None else None
 
@@ -101,7 +94,7 @@ class Registry:
         with self._lock:
             self._fill()
             names = sorted(self._entries) if name is None else [name]
-            return [entry for n in names for entry in sorted(self._entries.get(n, ()), key=_by_provider)]
+            return [entry for n in names for entry in sorted(self._entries.get(n, ()), key=by_provider)]
 
     def chosen(self, name: str) -> OpEntry | None:
         """The entry that counts for exactly this op name, or None.
@@ -118,6 +111,13 @@ class Registry:
         with self._lock:
             self._fill()
             return self._missing_text(function_names.display_name(func))
+
+    def missing_error(self, name: str) -> MissingOpError:
+        """The error for an op name that nobody has registered."""
+        return MissingOpError(self._missing_text(name), op_name=name)
+
+    def _missing_text(self, shown: str) -> str:
+        return missing_text(shown, self._entries, (self._plugins or default_manager()).records())
 
     def fingerprint_lines(self) -> list[str]:
         """One line per entry with all that ranks must agree on; comparing two ranks' lines shows what differs."""
@@ -150,12 +150,7 @@ class Registry:
             self._fill()
             taken = [entry for entry in self._entries.get(name, ()) if entry.instance is not op]
             if taken and not override:
-                raise OpConflictError(
-                    f"op {name!r} is already registered:\n{_listing(taken)}\n"
-                    f"  to replace it: register_distributed_op({name!r}, op, override=True)",
-                    op_name=name,
-                    entries=taken,
-                )
+                raise taken_error(name, taken)
             self._add(OpEntry.of_instance(op, USER, _caller(), name=name, override=override))
 
     def register_instance(self, op: DistributedOp) -> None:
@@ -192,7 +187,7 @@ class Registry:
         rivals = self._entries.setdefault(entry.name, [])
         rivals[:] = [rival for rival in rivals if not entry.supersedes(rival)]
         rivals.append(entry)
-        self._by_function = None
+        self._functions = None
         self._changed()
 
     def _changed(self) -> None:
@@ -255,41 +250,6 @@ class Registry:
 
     # ------------------------------------------------------------------ choosing
 
-    def _functions(self) -> dict[Function, dict[str, int]]:
-        """Each function's op names, with how directly each means it."""
-        if self._by_function is None:
-            self._by_function = {}
-            self._unresolved = []
-            for name in self._entries:
-                if function_names.is_dotted(name):
-                    self._unresolved.append(name)
-                    continue
-                for function in function_names.bare_functions(name):
-                    self._note(function, name, _BARE)
-                for form in function_names.automatic_names(name):
-                    for function in function_names.bare_functions(form):
-                        self._note(function, name, _AUTOMATIC)
-            self._resolve_imported_since()
-        return self._by_function
-
-    def _resolve_imported_since(self) -> bool:
-        """Look for dotted names whose module was not there before; True when one was found."""
-        waiting = []
-        for name in self._unresolved:
-            function = function_names.dotted_function(name)
-            if function is None:
-                waiting.append(name)
-            else:
-                self._note(function, name, _DOTTED)
-        found = len(waiting) < len(self._unresolved)
-        self._unresolved = waiting
-        return found
-
-    def _note(self, function: Function, name: str, directness: int) -> None:
-        assert self._by_function is not None
-        names = self._by_function.setdefault(function, {})
-        names[name] = max(directness, names.get(name, 0))
-
     def _choose(self, names: Mapping[str, int], func: Function) -> OpEntry:
         """The entry for a function that several op names can mean: a user's first, then the most direct name's."""
 
@@ -300,8 +260,8 @@ class Registry:
         best = max(map(rank, names))
         entries = [self._choose_among(name, self._entries[name]) for name in names if rank(name) == best]
         if not _all_the_same(entries):
-            raise _conflict(function_names.display_name(func), entries)
-        return min(entries, key=_by_provider)
+            raise conflict_error(function_names.display_name(func), entries)
+        return min(entries, key=by_provider)
 
     def _choose_among(self, name: str, entries: Sequence[OpEntry]) -> OpEntry:
         """The entry that counts among those of one op name."""
@@ -310,13 +270,13 @@ class Registry:
             pinned = [entry for entry in entries if entry.provider == pin]
             if not pinned:
                 raise PluginError(
-                    f"op {name!r} is pinned to {pin!r}, which does not provide it; providers:\n{_listing(entries)}"
+                    f"op {name!r} is pinned to {pin!r}, which does not provide it; providers:\n{listing(entries)}"
                 )
             entries = pinned
         standing = [entry for entry in entries if not any(other.overrides(entry) for other in entries)]
         if not standing or not _all_the_same(standing):
-            raise _conflict(name, standing or entries)
-        return min(standing, key=_by_provider)
+            raise conflict_error(name, standing or entries)
+        return min(standing, key=by_provider)
 
     def _entry_named(self, name: str) -> OpEntry | None:
         for candidate in (name, *function_names.base_names(name)):
@@ -327,36 +287,6 @@ class Registry:
 
     def _all_pins(self) -> dict[str, str]:
         return {**(self._plugins or default_manager()).settings.preferred, **self._pins}
-
-    # ------------------------------------------------------------------ messages
-
-    def _missing_text(self, shown: str) -> str:
-        short = shown.removesuffix(".__get__").rpartition(".")[2]
-        lines = [f"{shown} has no distributed rule"]
-        records = (self._plugins or default_manager()).records()
-        pack = known_pack(shown)
-        if pack is not None and not any(record.dist == pack and record.status == "ok" for record in records):
-            lines.append(f"  {pack} has one: {sys.executable} -m pip install {pack}")
-        else:
-            lines.append(f"  add one, in YAML or in a few lines of Python: {TUTORIAL}")
-            near = difflib.get_close_matches(short, self._entries, n=3)
-            if near:
-                lines.append(f"  similar names that have a rule: {', '.join(near)}")
-        left_out = [f"{record.name} ({record.status})" for record in records if record.status != "ok"]
-        if left_out:
-            lines.append(f"  note: these plugins are left out: {', '.join(left_out)}; see hyper-parallel plugins")
-        return "\n".join(lines)
-
-    def missing_error(self, name: str) -> MissingOpError:
-        """The error for an op name that nobody has registered."""
-        return MissingOpError(self._missing_text(name), op_name=name)
-
-
-def known_pack(shown: str) -> str | None:
-    """The pack of ours that has a rule for a function, given by its readable name; None when none is known to."""
-    short = shown.removesuffix(".__get__").rpartition(".")[2]
-    names = (shown, short, *function_names.base_names(short))
-    return next((PACK_OF_OP[name] for name in names if name in PACK_OF_OP), None)
 
 
 class _PluginRegistrar:
@@ -385,31 +315,8 @@ class _PluginRegistrar:
         self._registry._add(entry)
 
 
-def _by_provider(entry: OpEntry) -> tuple[str, str]:
-    return entry.provider, entry.source
-
-
 def _all_the_same(entries: Sequence[OpEntry]) -> bool:
     return all(entry.does_the_same_as(entries[0]) for entry in entries[1:])
-
-
-def _listing(entries: Sequence[OpEntry]) -> str:
-    rows = [(entry.provider, entry.class_path, entry.source) for entry in sorted(entries, key=_by_provider)]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"  {p:<{widths[0]}}  {c:<{widths[1]}}  {s}" for p, c, s in rows)
-
-
-def _conflict(shown: str, entries: Sequence[OpEntry]) -> OpConflictError:
-    providers = sorted({entry.provider for entry in entries})
-    plugins = [provider for provider in providers if provider != USER]
-    name = entries[0].name
-    text = f"op {shown!r} has {len(entries)} implementations and nothing says which is meant:\n{_listing(entries)}"
-    if len(providers) > 1:
-        in_code = f"hyper_parallel.registry.prefer({name!r}, {plugins[0]!r})"
-        text += f"\n  choose one:     {PREFER}={name}={plugins[0]}   or   {in_code}"
-    if plugins:
-        text += f"\n  or disable one: {DISABLE}={plugins[-1]}"
-    return OpConflictError(text, op_name=shown, entries=entries)
 
 
 def _caller() -> str:

@@ -1,4 +1,4 @@
-"""Plugins for tests: installed on a path of their own, or made in memory."""
+"""Plugins for tests: installed on a path of their own, or made in memory; and registries with tables of theirs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import types
 from pathlib import Path
 
 import pytest
+
+from hyper_parallel.op_table import OpTable
+from hyper_parallel.plugins import PluginManager
+from hyper_parallel.registry import Registry
+
+sys.path.insert(0, str(Path(__file__).parent))  # makes rules_for_tests importable
 
 
 class Site:
@@ -75,5 +81,33 @@ def make_plugin():
         vars(module).update(names)
         exec(f"from hyper_parallel.plugins import *\nHYPER_PARALLEL_API = 1\n{textwrap.dedent(source)}", vars(module))
         return module
+
+    return make
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Write a table; every entry is a Rule of rules_for_tests unless it says otherwise."""
+
+    def write(text, name="ops.yaml"):
+        path = tmp_path / name
+        default = "__default__: {distributed_op_class: Rule, distributed_op_module: rules_for_tests}\n"
+        path.write_text(default + textwrap.dedent(text).lstrip("\n"))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def registry_with(table, make_plugin):
+    """A registry whose plugins have these tables: ``registry_with(acme="add: {}")``."""
+
+    def make(environ=None, **tables):
+        manager = PluginManager([], environ or {})
+        for plugin, text in tables.items():
+            path = table(text, f"{plugin}.yaml")
+            source = "@hookimpl\ndef hyper_parallel_op_tables(): return [OpTable.from_path(path)]"
+            manager.register(make_plugin(source, path=path, OpTable=OpTable), plugin)
+        return Registry(manager, environ or {})
 
     return make

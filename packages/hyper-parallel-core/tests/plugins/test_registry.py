@@ -1,19 +1,11 @@
-"""The registry: which function an op name means, who provides it, and what happens when several do."""
-
-import operator
-import sys
-import textwrap
-import types
+"""The registry: who provides an op, what happens when several do, and when nobody does."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from rules_for_tests import OtherRule, Rule
 
-from hyper_parallel import function_names
-from hyper_parallel import registry as registry_module
+from hyper_parallel import registry_messages
 from hyper_parallel.errors import MissingOpError, OpConflictError, OpTableError, PluginError
-from hyper_parallel.op import DistributedOp
-from hyper_parallel.op_table import OpTable
 from hyper_parallel.plugins import PluginManager, use_manager
 from hyper_parallel.registry import (
     Registry,
@@ -22,242 +14,6 @@ from hyper_parallel.registry import (
     register_distributed_op,
     use_registry,
 )
-
-
-class Rule(DistributedOp):
-    """An op for tests; two of them differ by their colour."""
-
-    def __init__(self, op_name, colour="grey"):
-        self.colour = colour
-        super().__init__(op_name)
-
-
-class OtherRule(Rule):
-    pass
-
-
-@pytest.fixture(autouse=True)
-def _rules_module(monkeypatch):
-    module = types.ModuleType("rules_of_a_test")
-    module.Rule, module.OtherRule, module.NotAnOp = Rule, OtherRule, int
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-@pytest.fixture
-def table(tmp_path):
-    """Write a table; every entry is a Rule of the test's module unless it says otherwise."""
-
-    def write(text, name="ops.yaml"):
-        path = tmp_path / name
-        default = "__default__: {distributed_op_class: Rule, distributed_op_module: rules_of_a_test}\n"
-        path.write_text(default + textwrap.dedent(text).lstrip("\n"))
-        return path
-
-    return write
-
-
-@pytest.fixture
-def registry_with(table, make_plugin):
-    """A registry whose plugins have these tables: ``registry_with(acme="add: {}")``."""
-
-    def make(environ=None, **tables):
-        manager = PluginManager([], environ or {})
-        for plugin, text in tables.items():
-            path = table(text, f"{plugin}.yaml")
-            source = "@hookimpl\ndef hyper_parallel_op_tables(): return [OpTable.from_path(path)]"
-            manager.register(make_plugin(source, path=path, OpTable=OpTable), plugin)
-        return Registry(manager, environ or {})
-
-    return make
-
-
-# ---------------------------------------------------------------------- which functions a name means
-
-
-class Seen(torch.Tensor):
-    """Remembers the functions that arrive."""
-
-    functions: list = []  # noqa: RUF012
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        Seen.functions.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def arriving(call):
-    """The first function that arrives when ``call`` gets a float, an int and a bool matrix."""
-    tensors = [torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.bool)]
-    Seen.functions = []
-    call(*(tensor.as_subclass(Seen) for tensor in tensors))
-    return Seen.functions[0]
-
-
-CALLS = {
-    "add": [
-        lambda a, i, m: a + a,
-        lambda a, i, m: a + 1,
-        lambda a, i, m: 1 + a,
-        lambda a, i, m: torch.add(a, a),
-        lambda a, i, m: torch.add(a, a, out=torch.empty(2, 2)),
-        lambda a, i, m: a.add(a),
-        lambda a, i, m: a.add_(a),
-        lambda a, i, m: operator.iadd(a, a),
-        lambda a, i, m: torch.Tensor.__radd__(a, a),
-        lambda a, i, m: torch.ops.aten.add(a, a),
-        lambda a, i, m: torch.ops.aten.add.Tensor(a, a),
-    ],
-    "sub": [lambda a, i, m: a - a, lambda a, i, m: operator.isub(a, a)],
-    "rsub": [lambda a, i, m: 1 - a, lambda a, i, m: torch.rsub(a, a)],
-    "mul": [lambda a, i, m: a * a, lambda a, i, m: 2 * a, lambda a, i, m: operator.imul(a, 2)],
-    "div": [
-        lambda a, i, m: a / a,
-        lambda a, i, m: operator.itruediv(a, 2),
-        lambda a, i, m: torch.div(a, a, rounding_mode="floor"),
-    ],
-    "floor_divide": [lambda a, i, m: a // a, lambda a, i, m: operator.ifloordiv(a, 2)],
-    "remainder": [lambda a, i, m: a % a, lambda a, i, m: operator.imod(a, 2)],
-    "pow": [lambda a, i, m: a**a, lambda a, i, m: operator.ipow(a, 2), lambda a, i, m: torch.pow(2, a)],
-    "matmul": [lambda a, i, m: a @ a, lambda a, i, m: operator.imatmul(a, a), lambda a, i, m: torch.matmul(a, a)],
-    "neg": [lambda a, i, m: -a],
-    "positive": [lambda a, i, m: +a],
-    "abs": [lambda a, i, m: abs(a)],
-    "bitwise_not": [lambda a, i, m: ~i],
-    "bitwise_and": [lambda a, i, m: i & i, lambda a, i, m: 1 & i, lambda a, i, m: operator.iand(i, 1)],
-    "bitwise_or": [lambda a, i, m: i | i, lambda a, i, m: 1 | i, lambda a, i, m: operator.ior(i, 1)],
-    "bitwise_xor": [lambda a, i, m: i ^ i, lambda a, i, m: 1 ^ i, lambda a, i, m: operator.ixor(i, 1)],
-    "bitwise_left_shift": [lambda a, i, m: i << 1, lambda a, i, m: operator.ilshift(i, 1)],
-    "bitwise_right_shift": [lambda a, i, m: i >> 1, lambda a, i, m: operator.irshift(i, 1)],
-    "eq": [lambda a, i, m: a == a, lambda a, i, m: torch.eq(a, a)],
-    "ne": [lambda a, i, m: a != a],
-    "lt": [lambda a, i, m: a < a, lambda a, i, m: 1 > a],
-    "le": [lambda a, i, m: a <= a],
-    "gt": [lambda a, i, m: a > a, lambda a, i, m: 1 < a],
-    "ge": [lambda a, i, m: a >= a],
-    "getitem": [lambda a, i, m: a[0]],
-    "setitem": [lambda a, i, m: operator.setitem(a, 0, 1.0)],
-    "relu": [lambda a, i, m: F.relu(a), lambda a, i, m: torch.relu(a), lambda a, i, m: a.relu_()],
-    "gelu": [lambda a, i, m: F.gelu(a)],
-    "linear": [lambda a, i, m: F.linear(a, a)],
-    "logsigmoid": [lambda a, i, m: F.logsigmoid(a)],
-    "softmax": [lambda a, i, m: F.softmax(a, -1), lambda a, i, m: torch.softmax(a, -1), lambda a, i, m: a.softmax(-1)],
-    "scaled_dot_product_attention": [lambda a, i, m: F.scaled_dot_product_attention(a, a, a)],
-    "embedding": [lambda a, i, m: F.embedding(i, a)],
-    "cross_entropy": [lambda a, i, m: F.cross_entropy(a, torch.tensor([0, 1]))],
-    "expm1": [lambda a, i, m: torch.special.expm1(a), lambda a, i, m: a.expm1()],
-    "expit": [lambda a, i, m: torch.special.expit(a)],
-    "vector_norm": [lambda a, i, m: torch.linalg.vector_norm(a)],
-    "norm": [lambda a, i, m: torch.norm(a), lambda a, i, m: a.norm()],
-    "fft": [lambda a, i, m: torch.fft.fft(a)],
-    "split": [lambda a, i, m: torch.split(a, 1), lambda a, i, m: a.split(1)],
-    "where": [lambda a, i, m: torch.where(m, a, a), lambda a, i, m: a.where(m, a)],
-    "T": [lambda a, i, m: a.T],
-    "mT": [lambda a, i, m: a.mT],
-    "_foreach_add": [lambda a, i, m: torch._foreach_add([a], 1), lambda a, i, m: torch._foreach_add_([a], 1)],
-    "new_zeros": [lambda a, i, m: a.new_zeros(2)],
-    "zeros_like": [lambda a, i, m: torch.zeros_like(a)],
-    "item": [lambda a, i, m: torch.ones(()).as_subclass(Seen).item()],
-    "__rdiv__": [lambda a, i, m: 1 / a],
-    "__rpow__": [lambda a, i, m: 2**a],
-    "__float__": [lambda a, i, m: float(torch.ones(()).as_subclass(Seen))],
-    "__bool__": [lambda a, i, m: bool(torch.ones(()).as_subclass(Seen))],
-    "__len__": [lambda a, i, m: len(a)],
-}
-
-
-@pytest.mark.parametrize(("name", "call"), [(name, call) for name, calls in CALLS.items() for call in calls])
-def test_bare_name_covers_every_form_of_a_call(registry_with, name, call):
-    registry = registry_with(acme=f"{name}: {{}}")
-    function = arriving(call)
-    found = registry.find(function)
-    assert found is not None, function_names.display_name(function)
-    assert found.op_name == name
-
-
-def test_out_form_is_the_same_function():
-    with_out = arriving(lambda a, i, m: torch.add(a, a, out=torch.empty(2, 2)))
-    assert with_out is arriving(lambda a, i, m: torch.add(a, a))
-
-
-@pytest.mark.parametrize(
-    ("name", "call", "why"),
-    [
-        ("div", lambda a, i, m: 1 / a, "the divisor would be taken for the dividend"),
-        ("pow", lambda a, i, m: 2**a, "the exponent would be taken for the base"),
-        ("embedding", lambda a, i, m: torch.embedding(a, i), "it has the arguments the other way round"),
-        ("unfold", lambda a, i, m: a.unfold(0, 1, 1), "another operation than F.unfold"),
-        ("diagonal", lambda a, i, m: torch.linalg.diagonal(a), "it has other defaults than torch.diagonal"),
-        ("eq", lambda a, i, m: a.equal(a), "another function"),
-    ],
-)
-def test_bare_name_does_not_cover_a_namesake_that_means_something_else(registry_with, name, call, why):
-    assert registry_with(acme=f"{name}: {{}}").find(arriving(call)) is None, why
-
-
-def test_dotted_name_means_exactly_one_function(registry_with):
-    registry = registry_with(acme="torch.add: {}\nTensor.T: {}\ntorch.ops.aten.mul: {}\ntorch.Tensor.data.__set__: {}")
-    assert registry.find(torch.add).op_name == "torch.add"
-    assert registry.find(torch.Tensor.add) is None
-    assert registry.find(torch.Tensor.T.__get__).op_name == "Tensor.T"
-    assert registry.find(torch.Tensor.mT.__get__) is None
-    assert registry.find(torch.ops.aten.mul.Tensor).op_name == "torch.ops.aten.mul"
-    assert registry.find(torch.mul) is None
-    assert registry.find(torch.Tensor.data.__set__).op_name == "torch.Tensor.data.__set__"
-
-
-def test_most_direct_name_wins(registry_with):
-    registry = registry_with(acme="add: {}\nadd_: {}\ntorch.add: {}")
-    assert registry.find(torch.Tensor.add).op_name == "add"
-    assert registry.find(torch.Tensor.add_).op_name == "add_"
-    assert registry.find(torch.add).op_name == "torch.add"
-
-
-def test_absent_module_is_no_error_and_is_found_once_it_is_imported(registry_with, monkeypatch):
-    registry = registry_with(acme="torch_of_a_test.rms_norm: {}")
-    assert registry.find(torch.add) is None
-    module = types.ModuleType("torch_of_a_test")
-    module.rms_norm = lambda x: x
-    assert registry.find(module.rms_norm) is None
-    monkeypatch.setitem(sys.modules, "torch_of_a_test", module)
-    assert registry.find(module.rms_norm).op_name == "torch_of_a_test.rms_norm"
-
-
-def test_custom_op_is_found_by_packet_and_by_overload(registry_with):
-    registry = registry_with(acme="torch.ops.hp_test_registry.twice: {}")
-    assert registry.find(torch.add) is None
-
-    @torch.library.custom_op("hp_test_registry::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    name = "torch.ops.hp_test_registry.twice"
-    assert registry.find(torch.ops.hp_test_registry.twice).op_name == name
-    assert registry.find(torch.ops.hp_test_registry.twice.default).op_name == name
-    assert registry.find(arriving(lambda a, i, m: twice(a))).op_name == name
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda a, i, m: F.linear(a, a), "torch.nn.functional.linear"),
-        (lambda a, i, m: F.relu(a), "torch.nn.functional.relu"),
-        (lambda a, i, m: a + a, "torch.Tensor.add"),
-        (lambda a, i, m: 1 / a, "torch.Tensor.__rdiv__"),
-        (lambda a, i, m: a[0], "torch.Tensor.__getitem__"),
-        (lambda a, i, m: torch.add(a, a), "torch.add"),
-        (lambda a, i, m: torch.split(a, 1), "torch.split"),
-        (lambda a, i, m: a.split(1), "torch.Tensor.split"),
-        (lambda a, i, m: a.T, "torch.Tensor.T.__get__"),
-        (lambda a, i, m: torch.special.expit(a), "torch.special.expit"),
-        (lambda a, i, m: torch.linalg.vector_norm(a), "torch.linalg.vector_norm"),
-        (lambda a, i, m: torch.fft.fft(a), "torch.fft.fft"),
-        (lambda a, i, m: torch.ops.aten.add(a, a), "torch.ops.aten.add"),
-        (lambda a, i, m: torch.ops.aten.add.Tensor(a, a), "torch.ops.aten.add.Tensor"),
-    ],
-)
-def test_function_is_shown_under_the_name_that_its_user_knows(call, name):
-    assert function_names.display_name(arriving(call)) == name
-
 
 # ---------------------------------------------------------------------- names and objects
 
@@ -298,8 +54,8 @@ def test_class_in_a_file_beside_the_table(registry_with, tmp_path, table):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("add: {distributed_op_class: Rul}", "rules_of_a_test has no class 'Rul'; did you mean 'Rule'"),
-        ("add: {distributed_op_class: NotAnOp}", "rules_of_a_test:NotAnOp is no subclass of DistributedOp"),
+        ("add: {distributed_op_class: Rul}", "rules_for_tests has no class 'Rul'; did you mean 'Rule'"),
+        ("add: {distributed_op_class: NotAnOp}", "rules_for_tests:NotAnOp is no subclass of DistributedOp"),
         ("add: {distributed_op_module: no_such_module}", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("add: {distributed_op_file: no_such_file}", "no_such_file.py cannot be imported: FileNotFoundError"),
         ("add: {params: {size: 3}}", "Rule cannot be made: TypeError.*unexpected keyword argument 'size'"),
@@ -321,9 +77,9 @@ def test_two_plugins_with_different_classes_are_an_error_when_that_op_is_used(re
     with pytest.raises(OpConflictError) as caught:
         registry.find(torch.add)
     text = str(caught.value)
-    assert "acme   rules_of_a_test:Rule" in text
+    assert "acme   rules_for_tests:Rule" in text
     assert "acme.yaml:2" in text
-    assert "basic  rules_of_a_test:OtherRule" in text
+    assert "basic  rules_for_tests:OtherRule" in text
     assert "basic.yaml:2" in text
     assert "HYPER_PARALLEL_PREFER=add=acme" in text
     assert "HYPER_PARALLEL_DISABLE_PLUGINS=basic" in text
@@ -501,7 +257,7 @@ def test_factory_that_makes_something_else_is_told_on_use(make_plugin):
 
 
 def test_missing_op_names_the_function_and_the_tutorial(registry_with, monkeypatch):
-    monkeypatch.setattr(registry_module, "PACK_OF_OP", {})
+    monkeypatch.setattr(registry_messages, "PACK_OF_OP", {})
     text = registry_with(acme="log_softmax: {}").missing_message(torch.softmax)
     assert text.splitlines()[0] == "torch.softmax has no distributed rule"
     assert "docs/" in text
@@ -509,7 +265,7 @@ def test_missing_op_names_the_function_and_the_tutorial(registry_with, monkeypat
 
 
 def test_missing_op_names_the_pack_that_has_it(registry_with, monkeypatch):
-    monkeypatch.setitem(registry_module.PACK_OF_OP, "cumprod", "hyper-parallel-ops-test")
+    monkeypatch.setitem(registry_messages.PACK_OF_OP, "cumprod", "hyper-parallel-ops-test")
     registry = registry_with()
     for function in (torch.cumprod, torch.Tensor.cumprod_):
         assert "-m pip install hyper-parallel-ops-test" in registry.missing_message(function)
@@ -536,6 +292,6 @@ def test_fingerprint_tells_what_differs(registry_with):
     other = registry_with(acme="add: {params: {colour: blue}}")
     assert other.fingerprint() != same[0].fingerprint()
     (line,) = set(other.fingerprint_lines()) - set(same[0].fingerprint_lines())
-    assert line == "add: acme rules_of_a_test:Rule [('colour', 'blue')] override="
+    assert line == "add: acme rules_for_tests:Rule [('colour', 'blue')] override="
     other.prefer("add", "acme")
     assert "pin add=acme" in other.fingerprint_lines()

@@ -13,7 +13,8 @@ from hyper_parallel.analysis.function_trace import FunctionTrace
 from hyper_parallel.analysis.sample_models import SampleModel
 from hyper_parallel.errors import OpConflictError, PluginError
 from hyper_parallel.function_names import display_name
-from hyper_parallel.registry import Registry, known_pack
+from hyper_parallel.registry import Registry
+from hyper_parallel.registry_messages import known_pack
 
 __all__ = ["FunctionCoverage", "coverage_of", "trace_training_step"]
 
