@@ -10,6 +10,7 @@ from torch import nn
 from hyper_parallel import (
     CommTrace,
     DTensor,
+    FusedLinearCrossEntropyLoss,
     Replicate,
     Shard,
     distribute_tensor,
@@ -228,6 +229,36 @@ def test_losses_of_low_precision_scores_are_float32(dtype):
     assert spread.grad.dtype == dtype
     torch.testing.assert_close(spread.grad.full_tensor(), wide.grad.to(dtype))
     assert F.cross_entropy(spread, place(TARGET, mesh_1d(), R)).dtype == dtype, "outside, the dtype is PyTorch's"
+
+
+EXTREME = {
+    "cross_entropy": lambda scores, target: F.cross_entropy(scores, target, reduction="none"),
+    "smooth": lambda scores, target: F.cross_entropy(scores, target, reduction="none", label_smoothing=0.1),
+    "log_softmax": lambda scores, target: F.nll_loss(F.log_softmax(scores, 1), target, reduction="none"),
+    "softmax": lambda scores, target: scores.softmax(1),
+    "head": lambda scores, target: FusedLinearCrossEntropyLoss(reduction="none", strict=False)(
+        distribute_tensor(torch.eye(len(target)).double(), mesh_1d(), [R])
+        if isinstance(scores, DTensor)
+        else torch.eye(len(target)).double(),
+        scores.mT,
+        target,
+    ),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("form", EXTREME)
+def test_large_scores_are_exact_and_infinite_ones_are_what_they_are_on_one_device(form):
+    value = logits()
+    value[0] += 1e12  # next to the maximum the log of the sum vanishes
+    if form != "head":  # infinity times zero
+        value[1, :5], value[2, 3], value[3] = -torch.inf, torch.inf, -torch.inf
+    plain, spread = value.clone().requires_grad_(), place(value, mesh_1d(), Shard(1)).requires_grad_()
+    want, loss = (EXTREME[form](s, t) for s, t in ((plain, TARGET), (spread, place(TARGET, mesh_1d(), R))))
+    torch.testing.assert_close(loss.full_tensor(), want, equal_nan=True)
+    loss.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(spread.grad.full_tensor(), plain.grad, equal_nan=True)
 
 
 @pytest.mark.ranks(4)

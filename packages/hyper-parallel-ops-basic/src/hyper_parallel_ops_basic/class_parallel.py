@@ -133,7 +133,7 @@ class _Terms(torch.autograd.Function):
         picked = pick(lower, dim, labels.place, labels.here)
         scores = score_sum(lower, dim, weight) if labels.smooth else None
         terms = exchanged(classes, labels, lower.exp_().sum(dim), picked, scores)
-        ctx.save_for_backward(x, terms[0] + top.squeeze(dim), labels.place, labels.here, weight)
+        ctx.save_for_backward(x, top.squeeze(dim), terms[0], labels.place, labels.here, weight)
         ctx.args = (dim, labels.smooth)
         ctx.mark_non_differentiable(*(t for t in terms[3:] if t is not None))
         return terms
@@ -141,10 +141,10 @@ class _Terms(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, to_lse: torch.Tensor, to_picked: torch.Tensor, to_scores: Any, *_: Any) -> tuple[Any, ...]:
-        x, lse, place, here, weight = ctx.saved_tensors
+        x, top, lse, place, here, weight = ctx.saved_tensors
         dim, smooth = ctx.args
         labels = Labels(place, here, weight, smooth)
-        return scores_gradient(x, lse, dim, labels, to_lse, to_picked, to_scores).to(x.dtype), None, None
+        return scores_gradient(x, top, lse, dim, labels, to_lse, to_picked, to_scores).to(x.dtype), None, None
 
 
 def pick(lower: torch.Tensor, dim: int, place: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
@@ -186,6 +186,7 @@ def exchanged(
 
 def scores_gradient(
     x: torch.Tensor,
+    top: torch.Tensor,
     lse: torch.Tensor,
     dim: int,
     labels: Labels,
@@ -193,8 +194,13 @@ def scores_gradient(
     to_picked: torch.Tensor,
     to_scores: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient of the scores ``x``, in the dtype of ``lse``, the log of their sums of exponentials; one buffer."""
-    out = (x - lse.unsqueeze(dim)).exp_().mul_(to_lse.unsqueeze(dim))
+    """The gradient of the scores ``x``, in the dtype of ``lse``; one buffer.
+
+    Args:
+        top, lse: the largest score, and the log of the sum of exponentials relative to it. Of large scores their sum
+            would be the largest alone.
+    """
+    out = (x - top.unsqueeze(dim)).exp_().mul_((to_lse * lse.neg().exp_()).unsqueeze(dim))
     if labels.smooth and to_scores is not None:
         spread = to_scores.unsqueeze(dim)
         out += spread if labels.weight is None else spread * along(labels.weight, dim, x.ndim)
@@ -221,22 +227,22 @@ class _SoftLosses(torch.autograd.Function):
         mass, dot = wanted.sum(dim), (wanted * lower).sum(dim)
         mass, dot, total = classes.over.sum(torch.stack([mass, dot, lower.exp_().sum(dim)]))
         lse = total.log_()
-        ctx.save_for_backward(x, target, weight, lse + top.squeeze(dim), mass.clone())
+        ctx.save_for_backward(x, target, weight, top.squeeze(dim), lse, mass.clone())
         ctx.args = (classes, smoothing)
         return lse * mass - dot
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, target, weight, lse, mass = ctx.saved_tensors
+        x, target, weight, top, lse, mass = ctx.saved_tensors
         classes, smoothing = ctx.args
         dim, to_x, to_target = classes.dim, None, None
-        lse, mass, grad = (t.unsqueeze(dim) for t in (lse, mass, grad))
+        top, lse, mass, grad = (t.unsqueeze(dim) for t in (top, lse, mass, grad))
         if ctx.needs_input_grad[0]:
-            to_x = (x - lse).exp_().mul_(mass)
+            to_x = (x - top).exp_().mul_(mass * lse.neg().exp_())
             to_x = to_x.sub_(_wanted(target, weight, classes, smoothing, to_x.dtype)).mul_(grad).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            to_target = (lse - x).mul_(grad * (1 - smoothing))
+            to_target = (top - x).add_(lse).mul_(grad * (1 - smoothing))
             to_target = (to_target if weight is None else to_target * along(weight, dim, x.ndim)).to(target.dtype)
         return to_x, to_target, None, None, None
 

@@ -206,7 +206,7 @@ class _LinearTerms(torch.autograd.Function):
             if labels.smooth:
                 scores[part] = score_sum(lower, 1, labels.weight)
             exponentials[part] = lower.exp_().sum(1)
-        highest = _finite(classes.over.extreme(top, "max"))
+        highest = classes.over.extreme(top, "max")
         shift = _finite(top) - highest
         # A rank without classes, or with scores of -inf only, has nothing to scale.
         exponentials = torch.where(exponentials == 0, 0, exponentials * shift.exp())
@@ -214,7 +214,7 @@ class _LinearTerms(torch.autograd.Function):
         if labels.smooth:
             scores += shift * (len(matrix) if labels.weight is None else labels.weight.sum(dtype=scores.dtype))
         terms = exchanged(classes, labels, exponentials, picked, scores if labels.smooth else None)
-        ctx.save_for_backward(x, matrix, bias, terms[0] + highest, labels.place, labels.here, labels.weight)
+        ctx.save_for_backward(x, matrix, bias, highest, terms[0], labels.place, labels.here, labels.weight)
         ctx.args = (rows, kind, labels.smooth)
         ctx.mark_non_differentiable(*(t for t in terms[3:] if t is not None))
         return terms
@@ -222,7 +222,7 @@ class _LinearTerms(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, to_lse: torch.Tensor, to_picked: torch.Tensor, to_scores: Any, *_: Any) -> tuple[Any, ...]:
-        x, matrix, bias, lse, place, here, weight = ctx.saved_tensors
+        x, matrix, bias, top, lse, place, here, weight = ctx.saved_tensors
         rows, kind, smooth = ctx.args
         chunks = _Chunks(x, matrix, bias, rows, kind)
         to_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -232,7 +232,7 @@ class _LinearTerms(torch.autograd.Function):
         for part, found in chunks:
             labels = Labels(place[part], here[part], weight, smooth)
             spread = to_scores[part] if smooth else None
-            grad = scores_gradient(found, lse[part], 1, labels, to_lse[part], to_picked[part], spread)
+            grad = scores_gradient(found, top[part], lse[part], 1, labels, to_lse[part], to_picked[part], spread)
             if to_bias is not None:
                 to_bias += grad.sum(0)
             grad = grad.to(found.dtype)

@@ -72,11 +72,18 @@ class Softmax(StrategyOp):
         return local
 
 
-def shifted(x: torch.Tensor, over: OverAxes, dim: int | tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` in at least float32 less the maximum over the ranks, and that maximum (0 where it is infinite)."""
+def shifted(
+    x: torch.Tensor, over: OverAxes, dim: int | tuple[int, ...], *, finite: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` in at least float32 less the maximum over the ranks, and that maximum.
+
+    Args:
+        finite: take 0 for an infinite maximum. Otherwise what has one is NaN, as a softmax of it is.
+    """
     dims = (dim,) if isinstance(dim, int) else dim
     top = over.extreme(local_extreme(x, dims, True, "max"), "max")
-    top = torch.where(top.isinf(), 0, top)
+    if finite:
+        top = torch.where(top.isinf(), 0, top)
     if x.dtype in LOW:
         top = top.float()
         return x.float().sub_(top), top
@@ -143,7 +150,7 @@ class LogSumExp(Reduction):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             x = widened(x)
-            lower, top = shifted(x if x.is_floating_point() else x.float(), over, dims)
+            lower, top = shifted(x if x.is_floating_point() else x.float(), over, dims, finite=True)
             total = over.sum(lower.exp().sum(dims, keepdim=True)).log() + top.detach()
             return (total if keep else total.squeeze(dims)).to(x.dtype if x.is_floating_point() else total.dtype)
 

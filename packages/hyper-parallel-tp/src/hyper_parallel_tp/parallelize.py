@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
 from hyper_parallel.boundary import replicate_plain_inside
@@ -81,9 +82,7 @@ def parallelize_module(
 
 def _one_dimensional(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
-        from torch.distributed.device_mesh import _mesh_resources
-
-        mesh = _mesh_resources.get_current_mesh()
+        mesh = _current_mesh()
     info = mesh_info(mesh)
     if info.ndim != 1:
         raise ValueError(
@@ -91,6 +90,18 @@ def _one_dimensional(mesh: DeviceMesh | None) -> DeviceMesh:
             f"mesh[{info.names[-1]!r}]"
         )
     return mesh
+
+
+def _current_mesh() -> DeviceMesh:
+    from torch.distributed.device_mesh import _mesh_resources
+
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError as error:
+        raise ValueError(
+            "parallelize_module was given no mesh and is called in no `with mesh:` block; pass one, such as "
+            "parallelize_module(model, mesh['tp'], plan)"
+        ) from error
 
 
 def _inside_adapters(module: nn.Module) -> nn.Module:
@@ -119,18 +130,28 @@ def _styled(module: nn.Module, plan: Any, prefix: str = "") -> Iterator[tuple[nn
         yield module, plan
         return
     if not isinstance(plan, Mapping):
-        where = f" for {prefix!r}" if prefix else ""
-        raise TypeError(
-            f"parallelize_module{where} takes a ParallelStyle or a mapping from module names to styles, got "
-            f"{type(plan).__name__}"
-        )
+        raise _no_plan(plan, prefix)
     modules = dict(module.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"the names in a plan are strings, such as 'layers.*.mlp', got {pattern!r}")
         done: set[nn.Module] = set()
         for name in [""] if pattern == "" else matching(pattern, [n for n in modules if n], "module"):
             if modules[name] not in done:
                 done.add(modules[name])
                 yield from _styled(modules[name], style, ".".join(filter(None, (prefix, pattern))))
+
+
+def _no_plan(given: Any, name: str) -> TypeError:
+    where = f" for {name!r}" if name else ""
+    got, hint = type(given).__name__, ""
+    if isinstance(given, type) and issubclass(given, ParallelStyle):
+        got, hint = f"the class {given.__name__}", f"; make a style of it: {given.__name__}()"
+    elif isinstance(given, TorchStyle):
+        got, hint = f"PyTorch's {got}", f"; import that of this library: from hyper_parallel import {got}"
+    return TypeError(
+        f"parallelize_module{where} takes a ParallelStyle or a mapping from module names to styles, got {got}{hint}"
+    )
 
 
 @contextmanager

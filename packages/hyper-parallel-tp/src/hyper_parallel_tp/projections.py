@@ -46,7 +46,8 @@ class _ProjectionStyle(ParallelStyle):
         """See :class:`ParallelStyle`.
 
         Raises:
-            TypeError: the module is no Linear, no Embedding, and no LoRA layer around one.
+            TypeError: the module is no Linear, no Embedding, and no LoRA layer around one; or its weight is packed
+                (quantised), or computed from other parameters (weight_norm).
         """
         layer = base_layer(module)
         if not isinstance(layer, (nn.Linear, nn.Embedding)):
@@ -58,6 +59,7 @@ class _ProjectionStyle(ParallelStyle):
             raise TypeError(
                 f"{type(self).__name__}(overlap_pieces=...) is for nn.Linear by itself, got {type(module).__name__}"
             )
+        _check_weight(type(self).__name__, layer)
         self.place(layer, device_mesh, self._placements(layer))
         if layer is not module:
             self._place_adapters(module, device_mesh)
@@ -95,6 +97,18 @@ def base_layer(module: nn.Module) -> nn.Module:
     """The layer itself, or the one that a LoRA layer (of peft) is around."""
     inner = getattr(module, "base_layer", None)
     return inner if isinstance(inner, nn.Module) and hasattr(module, "lora_A") else module
+
+
+def _check_weight(style: str, layer: nn.Linear | nn.Embedding) -> None:
+    """Raise TypeError unless the layer's weight is a matrix, and a parameter."""
+    width = layer.in_features if isinstance(layer, nn.Linear) else layer.embedding_dim
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or weight.shape[1] != width:
+        found = "no such parameter" if weight is None else f"one of shape {tuple(weight.shape)}"
+        raise TypeError(
+            f"{style} splits a parameter 'weight' of shape (..., {width}), and this {type(layer).__name__} has {found}. "
+            "A layer that is quantised or parametrised (weight_norm) can be held whole: NoParallel()"
+        )
 
 
 def _global_shape(value: Any, given: Placement, features: int | None) -> tuple[int, ...] | None:
