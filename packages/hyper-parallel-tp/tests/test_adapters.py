@@ -8,7 +8,7 @@ import pytest
 import torch
 from tp_models import language_model
 
-from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh, parallelize_module
+from hyper_parallel import DTensor, Replicate, Shard, implicit_replication, init_device_mesh, parallelize_module
 from hyper_parallel_tp.plans import llama3_plan
 
 pytest.importorskip("transformers")
@@ -17,9 +17,9 @@ peft = pytest.importorskip("peft")
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
 
 
-def with_adapters(model, **options):
+def with_adapters(model, layers=LAYERS, **options):
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=LAYERS, init_lora_weights=False, **options))
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=layers, init_lora_weights=False, **options))
 
 
 def check(model, twin, adapters):
@@ -67,10 +67,16 @@ def test_the_wrapped_model_has_the_plan_of_what_is_inside():
 
 
 @pytest.mark.ranks(2)
-def test_adapters_after_parallelising():
-    """They stay plain: every rank holds them whole."""
+@pytest.mark.parametrize("both", [False, True], ids=["tensor parallel", "with sequence and loss"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_after_parallelising(both, dora):
+    """They stay plain: every rank holds them whole. DoRA's magnitudes come from weights and adapters together."""
+    # A split head gathers the sequence for itself, not for an adapter that nobody declared.
+    layers = LAYERS[:-1] if both else LAYERS
     model = language_model("Llama")
-    twin = with_adapters(copy.deepcopy(model))
+    twin = with_adapters(copy.deepcopy(model), layers, use_dora=dora)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    adapted = with_adapters(parallelize_module(model, mesh))
-    check(adapted, twin, 32)
+    parallelize_module(model, mesh, llama3_plan(sequence_parallel=both, loss_parallel=both))
+    with implicit_replication():
+        adapted = with_adapters(model, layers, use_dora=dora)
+    check(adapted, twin, sum(p.requires_grad for p in twin.parameters()))

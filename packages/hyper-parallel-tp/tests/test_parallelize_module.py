@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.tensor.parallel as torchs
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from tp_models import Decoder, Mlp, check_gradients, twins
@@ -112,6 +113,18 @@ def test_what_is_refused():
         parallelize_module(model, tp_mesh(), {"head": ColwiseParallel(), "layers.*": {"atention": ColwiseParallel()}})
     with pytest.raises(TypeError, match=r"for 'layers\.\*' takes a ParallelStyle.*got str"):
         parallelize_module(model, tp_mesh(), {"layers.*": "colwise"})
+    for given, said in {
+        ColwiseParallel: r"the class ColwiseParallel; make a style of it: ColwiseParallel\(\)",
+        torchs.ColwiseParallel(): "PyTorch's ColwiseParallel; import that of this library",
+    }.items():
+        with pytest.raises(TypeError, match=f"for 'head' takes a ParallelStyle.*got {said}"):
+            parallelize_module(model, tp_mesh(), {"head": given})
+    with pytest.raises(TypeError, match=r"names in a plan are strings.*got 0"):
+        parallelize_module(model, tp_mesh(), {0: ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"given no mesh .* pass one"):
+        parallelize_module(model, parallelize_plan={"head": ColwiseParallel()})
+    with pytest.raises(TypeError, match=r"'weight' of shape \(\.\.\., 8\), and .*Linear has no such parameter"):
+        parallelize_module(nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)), tp_mesh(), ColwiseParallel())
     with pytest.raises(TypeError, match=r"ColwiseParallel splits nn\.Linear and nn\.Embedding.*got RMSNorm"):
         parallelize_module(model, tp_mesh(), {"norm": ColwiseParallel()})
     mlp = Mlp()

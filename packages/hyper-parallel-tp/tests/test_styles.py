@@ -386,6 +386,13 @@ def test_a_pending_sum_can_be_handed_on():
     torch.testing.assert_close(out.full_tensor(), twin(hidden()))
 
 
+@pytest.mark.ranks(2)
+def test_pytorchs_dtensors_are_no_input():
+    layer = parallelize_module(nn.Linear(8, 6).double(), mesh(), ColwiseParallel())
+    with pytest.raises(TypeError, match=r"got torch\.distributed\..*DTensor; DTensor\.from_torch takes over"):
+        layer(torch.distributed.tensor.distribute_tensor(hidden(), mesh(), [R]))
+
+
 def test_a_style_shows_its_arguments():
     assert repr(SequenceParallel(sequence_dim=0)) == "SequenceParallel(sequence_dim=0, use_local_output=False)"
 

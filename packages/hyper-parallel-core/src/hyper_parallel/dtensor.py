@@ -99,8 +99,10 @@ class DTensor(Wrapper):
             TypeError: ``local_tensor`` is a DTensor already or no tensor.
             ValueError: the local shape does not fit the layout and global shape; with ``run_check`` on every rank.
         """
-        if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
-            raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+        kind = type(local_tensor)
+        if not isinstance(local_tensor, torch.Tensor) or kind.__name__ == "DTensor":  # ours, or PyTorch's
+            hint = "; DTensor.from_torch takes over one of PyTorch's" if kind.__module__.startswith("torch.") else ""
+            raise TypeError(f"from_local takes this rank's plain tensor, got {kind.__module__}.{kind.__name__}{hint}")
         layout = as_layout(device_mesh, placements, local_tensor.ndim)
         shape = global_shape(local_tensor, layout, shape, stride)
         here = layout.info.my_coordinate()

@@ -106,8 +106,8 @@ def _check_weight(style: str, layer: nn.Linear | nn.Embedding) -> None:
     if weight is None or weight.ndim != 2 or weight.shape[1] != width:
         found = "no such parameter" if weight is None else f"one of shape {tuple(weight.shape)}"
         raise TypeError(
-            f"{style} splits a parameter 'weight' of shape (..., {width}), and this {type(layer).__name__} has {found}. "
-            "A layer that is quantised or parametrised (weight_norm) can be held whole: NoParallel()"
+            f"{style} splits a parameter 'weight' of shape (..., {width}), and {type(layer).__name__} has {found}. A "
+            "layer that is quantised or parametrised (weight_norm) can be held whole: NoParallel()"
         )
 
 
