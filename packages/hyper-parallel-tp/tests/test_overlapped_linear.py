@@ -98,6 +98,30 @@ def test_the_first_dim_may_be_the_sequence(dim):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("used", [(0, 1, 2), (0,), (1, 2)])  # by the loss
+@pytest.mark.parametrize("name", MESHES)
+def test_layers_that_share_an_input_gather_it_once(name, used):
+    shape, outer = MESHES[name]
+    mesh, rest = mesh_of(shape), [R] * len(outer)
+    plain = [leaf(2, 13, IN, seed=1).requires_grad_(), *(leaf(OUT, IN, seed=s).requires_grad_() for s in (2, 3, 4))]
+    x, *weights = spread(plain[0], mesh, *outer, Shard(1)), *(spread(w, mesh, *rest, Shard(0)) for w in plain[1:])
+    with CommTrace() as trace:
+        outs = [all_gather_linear(x, w, pieces=2) for w in weights]
+        loss = sum(outs[i].pow(2).sum() for i in used)
+        loss.backward()
+    for out, w in zip(outs, plain[1:], strict=True):
+        torch.testing.assert_close(out.full_tensor(), F.linear(plain[0], w))
+    sum(F.linear(plain[0], plain[1 + i]).pow(2).sum() for i in used).backward()
+    assert trace.phase("forward")["all_gather"] == 2
+    assert trace.phase("backward")["reduce_scatter"] == 2
+    for got, want in zip((x, *weights), plain, strict=True):
+        if want.grad is not None:
+            torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+        else:
+            assert got.grad is None or not got.grad.any()
+
+
+@pytest.mark.ranks(4)
 def test_packed_projections():
     plain, want = plain_linear(8, True)
     mesh, packed = mesh_of((4,)), (4, 4, 2)
@@ -304,6 +328,7 @@ def overlap_times():
     row = spread(back, mesh, Shard(2)), spread(torch.randn(256, 512), mesh, Shard(1))
     runs = {
         "gather, in pieces": lambda: all_gather_linear(*column, pieces=4).sum().backward(),
+        "backward, in one piece": lambda: all_gather_linear(*column, pieces=1).sum().backward(),
         "gather, plain": lambda: F.linear(column[0].redistribute(placements=[R]), column[1]).sum().backward(),
         "scatter, in pieces": lambda: linear_reduce_scatter(*row, pieces=4).sum().backward(),
         "scatter, plain": lambda: F.linear(*row).redistribute(placements=[Shard(1)]).sum().backward(),
@@ -322,5 +347,6 @@ def test_the_profiler_sees_products_while_pieces_travel(ranks):
     for times in ranks(2, overlap_times, timeout=300):
         assert times["gather, in pieces"] > 0, times
         assert times["scatter, in pieces"] > 0, times
+        assert times["backward, in one piece"] > 0, times  # the weight's gradient
         assert times["independent"] > 0, times
         assert times["gather, plain"] == times["scatter, plain"] == 0, times

@@ -9,11 +9,12 @@ compiler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel import DTensor, Layout, Placement, Replicate, Shard
 from hyper_parallel.call import normal_dim
@@ -23,6 +24,7 @@ from hyper_parallel.errors import RedistributionError
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.placements import is_replicate, is_shard, on_dim
 from hyper_parallel.plan import vary_axes
+from hyper_parallel.redistribute import target_spec
 from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel_tp.sequence_pieces import SequencePieces
 
@@ -33,7 +35,9 @@ def all_gather_linear(input: DTensor, weight: DTensor, bias: DTensor | None = No
     """``F.linear`` of a sequence shard, gathered in pieces while earlier pieces are multiplied.
 
     Equal to ``F.linear(input.redistribute(Replicate), weight, bias)``, forward and backward, in the same number of
-    bytes: ``pieces`` all-gathers forward, ``pieces`` reduce-scatters backward.
+    bytes: ``pieces`` all-gathers forward, ``pieces`` reduce-scatters backward. What arrived is remembered: of layers
+    that share an input (q, k and v; gate and up) the first gathers it, and the first scatters the sum of all their
+    gradients. (Under autocast to another dtype each does so for itself.)
 
     Args:
         input: ``(..., in_features)``, ``Shard(d)`` of a dim other than the last over the axis that shards the weight;
@@ -59,8 +63,16 @@ def all_gather_linear(input: DTensor, weight: DTensor, bias: DTensor | None = No
     cut = SequencePieces(whole, input.layout, dim, axis, tuple(input.shape), pieces)
     out = whole.with_placements({axis: _features_like(weight, axis, input.ndim)})
     tensors = [input, weight] if bias is None else [input, weight, bias]
-    shape = (*input.shape[:-1], weight.shape[0])
-    return _on_locals(lambda x, w, b=None: _AllGatherLinear.apply(x, w, b, cut), tensors, out, shape)
+    known = _gathered.get(input)
+    if known is not None and known.is_current(input, whole):
+        return F.linear(known.tensor, weight, bias)  # type: ignore[return-value]
+    typed, (x, w, *b) = _locals(tensors)
+    known = _Gathered(input)
+    product, gathered = _AllGatherLinear.apply(x, w, b[0] if b else None, cut, known)
+    if gathered.dtype is input.dtype and not gathered.is_inference():
+        known.tensor = wrap(gathered, target_spec(input.spec, whole, input.spec.varying | {axis}))
+        _gathered[input] = known
+    return _wrapped(product, typed, out)
 
 
 def linear_reduce_scatter(
@@ -92,47 +104,84 @@ def linear_reduce_scatter(
     dim = normal_dim(dim, input.ndim)
     fits = dim != last and not input.layout.shard_order[dim]
     _check(name, fits, f"dim={dim} to be one of the sequence, which nothing shards", input, weight)
-    shape = (*input.shape[:-1], weight.shape[0])
     whole = input.layout.with_placements({axis: Replicate()})
     out = whole.with_placements({axis: Shard(dim)})
-    cut = SequencePieces(whole, out, dim, axis, shape, pieces)
-    summed = _on_locals(lambda x, w: _LinearReduceScatter.apply(x, w, cut), [input, weight], out, shape)
+    cut = SequencePieces(whole, out, dim, axis, (*input.shape[:-1], weight.shape[0]), pieces)
+    typed, (x, w) = _locals([input, weight])
+    summed = _wrapped(_LinearReduceScatter.apply(x, w, cut), typed, out)
     return summed if bias is None else summed + bias  # type: ignore[return-value]
 
 
+class _Gathered:
+    """What one layer gathered of its input, for the others that share it."""
+
+    tensor: DTensor
+
+    def __init__(self, input: DTensor) -> None:
+        self.made = self._circumstances(input)
+        self.spent = False  # after a backward, which frees what the graph has kept
+
+    def is_current(self, input: DTensor, whole: Layout) -> bool:
+        """Whether a layer may use it: nothing was written, and it is the same forward, or the same recomputation."""
+        return not self.spent and self.tensor.layout is whole and self.made == self._circumstances(input)
+
+    @staticmethod
+    def _circumstances(input: DTensor) -> tuple[Any, ...] | None:
+        local = input.to_local()
+        if local.is_inference():
+            return None
+        return local._version, local.requires_grad, torch.is_grad_enabled(), torch._C._current_graph_task_id()
+
+
+_gathered: Any = WeakTensorKeyDictionary()
+
+
 class _AllGatherLinear(torch.autograd.Function):
+    """The product, and what was gathered for it, which other products may use."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: SequencePieces
-    ) -> torch.Tensor:
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cut: SequencePieces,
+        shared: _Gathered,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         arriving = [cut.gather(x, piece) for piece in range(cut.count)]
-        gathered = x.new_empty(cut.whole_shape(x.shape)) if ctx.needs_input_grad[1] else None
-        out = x.new_empty((*cut.whole_shape(x.shape)[:-1], len(weight)))
+        gathered = x.new_empty(cut.whole_shape(x.shape))
+        out = x.new_empty((*gathered.shape[:-1], len(weight)))
         for piece, pending in enumerate(arriving):
             rows = pending.wait()
             cut.put(out, piece, F.linear(rows, weight, bias))
-            if gathered is not None:
-                cut.put(gathered, piece, rows)
-        ctx.save_for_backward(gathered, weight)
-        ctx.cut, ctx.with_bias = cut, bias is not None
-        return out
+            cut.put(gathered, piece, rows)
+        ctx.save_for_backward(gathered if ctx.needs_input_grad[1] else None, weight)
+        ctx.cut, ctx.shared, ctx.with_bias = cut, shared, bias is not None
+        ctx.set_materialize_grads(False)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(gathered)
+        return out, gathered
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, to_gathered: torch.Tensor | None) -> tuple[Any, ...]:
         gathered, weight = ctx.saved_tensors
+        ctx.shared.spent = True
         cut: SequencePieces = ctx.cut
         to_x = to_weight = to_bias = None
         leaving = []
         if ctx.needs_input_grad[0]:
-            leaving = [cut.scatter(cut.take(grad, piece) @ weight, piece) for piece in range(cut.count)]
-        if ctx.needs_input_grad[1]:  # while the last pieces travel
+            for piece in range(cut.count):
+                terms = [] if grad is None else [cut.take(grad, piece) @ weight]
+                terms += [] if to_gathered is None else [cut.take(to_gathered, piece)]
+                leaving.append(cut.scatter(terms[0] if len(terms) == 1 else terms[0].add_(terms[1]), piece))
+        if ctx.needs_input_grad[1] and grad is not None:  # while the last pieces travel
             to_weight = grad.flatten(0, -2).T @ gathered.flatten(0, -2)
-        if ctx.with_bias and ctx.needs_input_grad[2]:
+        if ctx.with_bias and ctx.needs_input_grad[2] and grad is not None:
             to_bias = grad.flatten(0, -2).sum(0)
         if leaving:
             to_x = cut.joined(leaving)
-        return to_x, to_weight, to_bias, None
+        return to_x, to_weight, to_bias, None, None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -194,18 +243,26 @@ def _features_like(weight: DTensor, axis: int, ndim: int) -> Placement:
     return on_dim(placement, ndim - 1)
 
 
-def _on_locals(
-    function: Callable[..., torch.Tensor], tensors: Sequence[DTensor], layout: Layout, shape: tuple[int, ...]
-) -> DTensor:
-    """The function of the local tensors, with gradients summed over the axes where the ranks do different work."""
-    tensors = [
+def _cast_to(tensor: DTensor) -> torch.dtype | None:
+    """The dtype that autocast computes in, when it is another than the tensor's."""
+    kind = tensor.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    return None if dtype is tensor.dtype else dtype
+
+
+def _locals(tensors: Sequence[DTensor]) -> tuple[list[DTensor], list[torch.Tensor]]:
+    """The tensors with gradients summed over the axes where the ranks do different work, and their local tensors in the
+    dtype of the product."""
+    typed = [
         remembered(t, t.layout, t.spec.varying | axes) for t, axes in zip(tensors, vary_axes(tensors), strict=True)
     ]
-    kind = tensors[0].device.type
-    local = [t.to_local() for t in tensors]
-    if torch.is_autocast_enabled(kind):
-        local = [t.to(torch.get_autocast_dtype(kind)) for t in local]
-    out = function(*local)
+    local = [t.to_local() for t in typed]
+    return typed, [t if (dtype := _cast_to(d)) is None else t.to(dtype) for t, d in zip(local, typed, strict=True)]
+
+
+def _wrapped(out: torch.Tensor, tensors: Sequence[DTensor], layout: Layout) -> DTensor:
+    """This rank's part of the product of input and weight."""
+    shape = (*tensors[0].shape[:-1], tensors[1].shape[0])
     varying = frozenset(
         axis
         for axis in range(len(layout.placements))

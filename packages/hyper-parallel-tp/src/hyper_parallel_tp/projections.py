@@ -132,8 +132,8 @@ class ColwiseParallel(_ProjectionStyle):
         sections: of a packed projection (fused QKV, gate and up), the number of features of each part: every part is
             split by itself, so that the model's own ``split`` or ``chunk`` of the output works on the pieces.
         overlap_pieces: of a Linear whose input is a sequence shard (``input_layouts=Shard(1)``): gather it in that many
-            pieces, each multiplied while the next ones travel (:func:`all_gather_linear`). For a layer that has its
-            input to itself, such as a packed projection: layers that share one gather it once without this.
+            pieces, each multiplied while the next ones travel (:func:`all_gather_linear`). Layers that share an input,
+            and all say this, gather it once.
     """
 
     def __init__(
