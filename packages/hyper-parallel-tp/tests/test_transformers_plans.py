@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tp_models import Mlp, check_gradients, language_model
+from tp_models import Mlp, check_gradients, language_model, whole
 
 from hyper_parallel import ColwiseParallel, NoParallel, PackedShard, Shard, init_device_mesh, parallelize_module
 from hyper_parallel_tp.attention import AttentionParallel
 from hyper_parallel_tp.local_compute import LocalCompute
+from hyper_parallel_tp.plans import qwen3_vl_plan
 from hyper_parallel_tp.transformers_plan import transformers_plan
 
 pytest.importorskip("transformers")
@@ -80,6 +81,42 @@ def test_one_step_equals_one_device(family):
     model, twin = build(family), build(family)
     parallelize_module(model, mesh())
     check_step(model, twin)
+
+
+def vision_language_model():
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "mrope_interleaved": True}
+    text = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope, "pad_token_id": 0}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    tokens = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen3VLForConditionalGeneration(config).float().train()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [None, {"sequence_parallel": True, "loss_parallel": True}])
+def test_a_model_that_looks_at_pictures(options):
+    """Qwen3-VL: four tokens of a picture in thirteen, with and without a sequence that is split."""
+    model, twin = vision_language_model(), vision_language_model()
+    parallelize_module(model, mesh(), None if options is None else qwen3_vl_plan(**options))
+    assert model.model.language_model.layers[1].mlp.up_proj.weight.placements == (Shard(0),)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 80, (1, 13), generator=generator)
+    ids[0, 2:8] = torch.tensor([92, 90, 90, 90, 90, 93])
+    batch = {"input_ids": ids, "labels": ids.clone(), "mm_token_type_ids": (ids == 90).long()}
+    batch |= {"pixel_values": torch.randn(16, 96, generator=generator), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    loss, want = model(**batch).loss, twin(**batch).loss
+    torch.testing.assert_close(whole(loss), want)
+    loss.backward()
+    want.backward()
+    for (name, parameter), single in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if single.grad is not None:
+            found = whole(parameter.grad)
+            torch.testing.assert_close(found, single.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.ranks(4)

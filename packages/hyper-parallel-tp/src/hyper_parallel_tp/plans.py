@@ -16,7 +16,7 @@ from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel
 from hyper_parallel_tp.replicated import NoParallel, SequenceParallel
 from hyper_parallel_tp.style import ParallelStyle
 
-__all__ = ["llama3_plan", "qwen3_plan"]
+__all__ = ["llama3_plan", "qwen3_plan", "qwen3_vl_plan"]
 
 
 def llama3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
@@ -60,9 +60,21 @@ def qwen3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) 
     return llama3_plan(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
 
 
+def qwen3_vl_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """The plan of ``transformers.Qwen3VLForConditionalGeneration``: that of :func:`qwen3_plan` for its language model.
+
+    What looks at the pictures stays whole on every rank; its gradients are right, with a sequence that is split too.
+    """
+    plan = qwen3_plan(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    inside = {name: style for name, style in plan.items() if name.startswith("model.")}
+    outside = {name: style for name, style in plan.items() if name not in inside}
+    return {**{f"model.language_{name}": style for name, style in inside.items()}, **outside}
+
+
 _OF_CLASS = {
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": llama3_plan,
     "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": qwen3_plan,
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": qwen3_vl_plan,
 }
 
 
