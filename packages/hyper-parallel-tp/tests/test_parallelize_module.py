@@ -50,7 +50,7 @@ def test_names_are_those_of_pytorch_and_of_the_rfc():
 def test_a_plan_of_names_globs_and_nested_plans():
     model, twin = twins(lambda: nn.ModuleDict({"layers": nn.ModuleList(Mlp() for _ in range(2)), "head": Mlp()}))
     plan = {
-        "layers.*": {"gate": ColwiseParallel(), "[u]*": ColwiseParallel(), "down": RowwiseParallel()},
+        "layers.[0-8]": {"gate": ColwiseParallel(), "[t-v]?": ColwiseParallel(), "[!gu]*": RowwiseParallel()},
         "**.gate": NothingToDo(),
         "head": {"": NothingToDo(), "gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()},
     }

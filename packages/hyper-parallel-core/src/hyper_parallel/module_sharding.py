@@ -28,7 +28,8 @@ __all__ = ["ShardingPlan", "shard_module"]
 class ShardingPlan:
     """How a module is laid out. A layout is a :class:`Layout` or placements, one per mesh axis.
 
-    Names are dotted paths; ``*`` stands for one path component or a part of one, ``**`` for any number.
+    Names are dotted paths; ``*`` stands for one path component or a part of one (``?`` and ``[0-9]`` for a character),
+    ``**`` for any number of them.
 
     Attributes:
         plan: parameter name -> layout, e.g. ``{"layers.*.mlp.up_proj.weight": [Shard(0)]}``.
@@ -153,10 +154,16 @@ def _mesh_of(plan: ShardingPlan) -> DeviceMesh:
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """A dotted glob: ``*`` within one component, ``**`` over several."""
-    text = re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
-    text = re.sub(r"\\\[(.*?)\\\]", r"[\1]", text).replace(r"\?", "[^.]")
-    return re.compile(text + r"\Z")
+    """A dotted glob: ``*``, ``?``, ``[a-z]`` and ``[!a]`` within one component, ``**`` over several."""
+    return re.compile(re.sub(r"\*\*|\[!?[^\]]+\]|.", lambda found: _matching_one(found[0]), pattern) + r"\Z")
+
+
+def _matching_one(token: str) -> str:
+    """What stands for one token of a glob."""
+    if len(token) > 2:  # characters in brackets
+        inside = token[1:-1].replace("\\", r"\\")
+        return f"[^.{inside[1:]}]" if inside[0] == "!" else f"[{inside}]"
+    return {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(token) or re.escape(token)
 
 
 def matching(pattern: str, names: Sequence[str], what: str) -> list[str]:

@@ -41,10 +41,11 @@ def parallelize_module(
         device_mesh: a 1-D mesh, such as ``mesh["tp"]`` of a larger one; by default the mesh whose ``with`` block the
             call is in.
         parallelize_plan: a style for the module itself; or a mapping from names of submodules to styles, or to
-            mappings of the same kind. ``*`` in a name stands for one component or a part of one, ``**`` for any number;
-            ``""`` is the module itself. Or a :class:`ShardingPlan`. None: the model's own plan, where a plugin or
-            ``transformers`` knows one (:mod:`hyper_parallel_tp.known_plans`), also inside the wrapper of ``peft``; else
-            a warning, and nothing is done.
+            mappings of the same kind. ``*`` in a name stands for one component or a part of one (``?`` and ``[0-9]``
+            for a character), ``**`` for any number of them; ``""`` is the module itself. Or a :class:`ShardingPlan`.
+            None: the model's own plan, where a plugin or ``transformers`` knows one
+            (:mod:`hyper_parallel_tp.known_plans`), also inside the wrapper of ``peft``; else a warning, and nothing is
+            done.
         src_data_rank: rank along the mesh whose parameters count: they are scattered and broadcast to the others. None:
             each rank uses what it has.
 
