@@ -162,7 +162,7 @@ class Registry:
         with self._lock:
             self._fill()
             provider = USER if self._filling_for is None else self._filling_for.name
-            self._add(OpEntry.of_instance(op, provider, _caller(), origin="constructed"))
+            self._add(OpEntry.of_instance(op, provider, _caller(op), origin="constructed"))
 
     def load_table(self, path: str | Path) -> None:
         """Register the ops of a user's YAML table (:mod:`hyper_parallel.op_table`); they count instead of plugins'.
@@ -319,10 +319,14 @@ def _all_the_same(entries: Sequence[OpEntry]) -> bool:
     return all(entry.does_the_same_as(entries[0]) for entry in entries[1:])
 
 
-def _caller() -> str:
-    """``file:line`` of the code outside this package that registers something."""
+def _caller(constructed: DistributedOp | None = None) -> str:
+    """``file:line`` of the code outside this package that registers something, or has an op constructed."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "hyper_parallel":
+    while frame.f_back is not None:
+        ours = frame.f_globals.get("__name__", "").split(".")[0] == "hyper_parallel"
+        its_own = constructed is not None and frame.f_locals.get("self") is constructed
+        if not (ours or its_own):
+            break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -175,7 +175,7 @@ def test_constructing_registers(registry_with):
         assert registry.get("cumsum") is op
         (entry,) = registry.entries("cumsum")
         assert entry.provider == "user"
-        assert entry.source.startswith(f"{__file__}:")
+        assert entry.source.startswith(f"{__file__}:")  # and not where its class calls DistributedOp's constructor
 
 
 def test_constructing_again_replaces_as_notebooks_need(registry_with):
