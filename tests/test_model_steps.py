@@ -3,8 +3,8 @@
 The batch is sharded over dp, the weights of the main linear layers over tp. Sizes are tiny; compared are the loss, the
 gradient of every parameter, the clipped norm, and every parameter after a step of AdamW.
 
-Where the policy is not ``auto`` nothing but pending sums is ever redistributed. It is ``auto`` for mixtures of experts:
-their code sorts the tokens of the whole batch by expert, which are then brought together over dp.
+Where the policy is not ``auto`` nothing but pending sums is ever redistributed: experts sort the tokens of the whole
+batch, and each token travels to the rank that computes with it and back.
 """
 
 from __future__ import annotations
@@ -151,18 +151,19 @@ def with_images(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 STEPS = {
     "llama": Step("llama", plan=ATTENTION | MLP),
     "qwen3": Step("qwen3", plan=ATTENTION | MLP),
-    "qwen3_moe": Step("qwen3_moe", EXPERTS, ATTENTION | MOE, policy="auto"),
+    "qwen3_moe": Step("qwen3_moe", EXPERTS, ATTENTION | MOE),
     "qwen3_vl_moe": Step(
         "qwen3_vl_moe",
         {"text_config": SIZES | EXPERTS, "vision_config": VISION},
         ATTENTION | MOE,
-        policy="auto",
     ),
-    "qwen3_next": Step("qwen3_next", DELTA_SIZES | EXPERTS, ATTENTION | DELTA_NEXT | MOE | SHARED, policy="auto"),
-    # Without a cache, which would be plain tensors that take a sharded state.
+    # Without a cache, whose plain tensors cannot hold a sharded state: redistribute_policy("auto") would gather it.
+    "qwen3_next": Step("qwen3_next", DELTA_SIZES | EXPERTS, ATTENTION | DELTA_NEXT | MOE | SHARED, use_cache=False),
     "qwen3_5": Step("qwen3_5_text", DELTA_SIZES, ATTENTION | DELTA_3_5 | MLP, use_cache=False),
-    "qwen3_5_moe": Step("qwen3_5_moe_text", DELTA_SIZES | EXPERTS, ATTENTION | DELTA_3_5 | MOE | SHARED, policy="auto"),
-    "deepseek_v3": Step("deepseek_v3", LATENT_SIZES, EMBEDDING | LATENT | MOE | SHARED, policy="auto"),
+    "qwen3_5_moe": Step(
+        "qwen3_5_moe_text", DELTA_SIZES | EXPERTS, ATTENTION | DELTA_3_5 | MOE | SHARED, use_cache=False
+    ),
+    "deepseek_v3": Step("deepseek_v3", LATENT_SIZES, EMBEDDING | LATENT | MOE | SHARED),
     "deepseek_v32": Step(
         "deepseek_v32",
         LATENT_SIZES
@@ -174,7 +175,6 @@ STEPS = {
             "mlp_layer_types": ["dense", "sparse"],
         },
         EMBEDDING | LATENT | MOE | SHARED,
-        policy="auto",
     ),
     "deepseek_v4": Step(
         "deepseek_v4",
@@ -207,7 +207,6 @@ STEPS = {
             "**.self_attn.o_a_proj.weight": OUT,
             "**.self_attn.o_b_proj.weight": IN,
         },
-        policy="auto",
     ),
 }
 
@@ -220,21 +219,18 @@ def variant(name: str, **changes: Any) -> Step:
 
 
 DENSE = {"first_k_dense_replace": 2, "mlp_only_layers": [0, 1]}
-VARIANTS = {f"{name}, uneven batch": variant(name, batch=3, policy="auto") for name in STEPS} | {
-    # Without experts nothing has to be brought together.
-    "qwen3_next, dense": variant(
-        "qwen3_next", sizes=DENSE, plan=ATTENTION | DELTA_NEXT | MLP, policy="partial", use_cache=False
-    ),
-    "deepseek_v3, dense": variant("deepseek_v3", sizes=DENSE, plan=EMBEDDING | LATENT | MLP, policy="partial"),
+VARIANTS = {f"{name}, uneven batch": variant(name, batch=3, policy="auto", use_cache=True) for name in STEPS} | {
+    "qwen3_next, dense": variant("qwen3_next", sizes=DENSE, plan=ATTENTION | DELTA_NEXT | MLP),
+    "deepseek_v3, dense": variant("deepseek_v3", sizes=DENSE, plan=EMBEDDING | LATENT | MLP),
     "deepseek_v32, dense": variant(
-        "deepseek_v32", sizes={"mlp_layer_types": ["dense"] * 2}, plan=EMBEDDING | LATENT | MLP, policy="partial"
+        "deepseek_v32", sizes={"mlp_layer_types": ["dense"] * 2}, plan=EMBEDDING | LATENT | MLP
     ),
     "llama, eager attention, padded": variant("llama", attention="eager", padded=True),
     "qwen3_5, padded": variant("qwen3_5", padded=True),
     "qwen3_moe, eager experts": variant("qwen3_moe", experts="eager"),
     "deepseek_v32, eager attention, padded": variant("deepseek_v32", attention="eager", padded=True),
     "qwen3_vl_moe, images": variant(
-        "qwen3_vl_moe", sizes=SPECIAL_TOKENS, plan=ATTENTION | MOE | VISION_MLP, images=True
+        "qwen3_vl_moe", sizes=SPECIAL_TOKENS, plan=ATTENTION | MOE | VISION_MLP, images=True, policy="auto"
     ),
     "deepseek_v3, batched experts": variant("deepseek_v3", experts="batched_mm"),
 }

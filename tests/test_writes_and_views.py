@@ -142,6 +142,41 @@ def test_a_write_to_the_source_of_a_redistributed_copy_is_refused_while_the_copy
     assert x.full_tensor()[2].sum() == 0
 
 
+def write_parts(x, v):
+    """Writes to slices and rows, some of which do not lie where their elements are."""
+    y = x.clone()
+    y[:4].add_(v)
+    y[1:3].mul_(2)
+    y.narrow(0, 4, 2).zero_()
+    y[1].add_(v[0])
+    y.select(0, -1).fill_(3.0)
+    y.transpose(0, 1)[1:][:, 2:5].copy_(v[:2, :3])
+    return y
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placements", [(Shard(0), R), (Shard(0), Shard(0)), (Shard(1), Shard(0)), (R, Shard(1))])
+def test_a_write_to_a_slice_reaches_the_tensor_wherever_its_elements_are(placements):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, v = leaf(7, 3), leaf(4, 3)
+    dx, dv = spread(x, *placements, mesh=mesh), spread(v, R, R, mesh=mesh)
+    want, got = write_parts(x, v), write_parts(dx, dv)
+    torch.testing.assert_close(got.full_tensor(), want)
+    (want**2).sum().backward()
+    (got**2).sum().backward()
+    torch.testing.assert_close(dx.grad.full_tensor(), x.grad)
+    torch.testing.assert_close(dv.grad.full_tensor(), v.grad)
+
+
+@pytest.mark.ranks(4)
+def test_a_row_of_a_sharded_parameter_is_written_in_place():
+    weight = spread(torch.ones(5, 2), Shard(0)).requires_grad_()
+    with torch.no_grad():
+        weight[3].fill_(0)
+        weight[1].clamp_(max=0.5)
+    assert weight.full_tensor()[:, 0].tolist() == [1.0, 0.5, 1.0, 0.0, 1.0]
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("size", [8, 1])
 def test_one_piece_of_a_sharded_dim_is_the_tensor(size):

@@ -109,6 +109,35 @@ def test_a_vocabulary_larger_than_a_rank_gives_no_nan():
 
 
 @pytest.mark.ranks(4)
+def test_an_index_that_is_sharded_as_its_dim_fetches_what_it_asks_for():
+    """And a sharded source goes where it belongs: mixtures of experts sort the tokens of all ranks like this."""
+    torch.manual_seed(0)
+    x, ids = torch.randn(6, 3, dtype=torch.float64), torch.tensor([5, 0, 0, 3, 1, 5, 2, 4, 4])
+    back = torch.randn(9, 3, dtype=torch.float64)
+
+    def there_and_back(x, ids, source):
+        rows = x[ids] * source
+        out = torch.zeros_like(x).index_add_(0, ids, rows)
+        order = torch.empty_like(ids)
+        order[ids.argsort(stable=True)] = ids
+        return out + x.index_select(0, order[:6])
+
+    plain = x.clone().requires_grad_()
+    want = there_and_back(plain, ids, back)
+    want.pow(2).sum().backward()
+    mine, my_ids = spread(x, Shard(0)).requires_grad_(), spread(ids, Shard(0))
+    with CommTrace() as trace:
+        mine[my_ids].sum().backward()
+    assert trace.counts == {"all_gather": 1, "all_to_all": 2}
+    mine.grad = None
+    got = there_and_back(mine, my_ids, spread(back, Shard(0)))
+    assert got.placements == (Shard(0),)
+    torch.testing.assert_close(got.full_tensor(), want)
+    got.pow(2).sum().backward()
+    torch.testing.assert_close(mine.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.ranks(4)
 def test_options_that_need_the_whole_table_are_refused():
     weight, ids = spread(torch.randn(5, 2), Shard(0)), spread(torch.tensor([1, 1]), Replicate())
     for option in ({"max_norm": 1.0}, {"sparse": True}):

@@ -213,7 +213,12 @@ class TestLinalgNorm(Reductions):
 class TestCumsum(Reductions):
     op = torch.cumsum
     inplace = "cumsum_"
-    samples = (sample(MATRIX, 0), sample(MATRIX, dim=1), sample(THIN, 0), sample(tensor(7, dtype=torch.int32), 0))
+    samples = (
+        sample(MATRIX, 0),
+        sample(MATRIX, dim=1),
+        sample(THIN, 0),
+        sample(tensor(7, dtype=torch.int32), 0, dtype=torch.int32),
+    )
 
 
 class TestTopk(Reductions):

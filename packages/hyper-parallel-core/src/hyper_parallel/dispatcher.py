@@ -149,7 +149,11 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
     result = new_wrapper(DTensor, out, spec, out.requires_grad)
     result._pending = None if grad else Marks.now
     if plan.is_view:
-        note_base(result, source, rule.name if copied or plan.copies else None)
+        if copied or plan.copies:
+            region = rule.op.region(args, kwargs or {})  # type: ignore[attr-defined]
+            note_base(result, source, rule.name, region)
+        else:
+            note_base(result, source, None)
     return result
 
 

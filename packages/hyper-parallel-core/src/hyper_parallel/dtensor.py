@@ -54,10 +54,11 @@ class DTensor(Wrapper):
     # The DTensor of which this one is a view, and the views of this one.
     _base_dtensor: Any = None
     _views: list[weakref.ref[DTensor]] = []  # noqa: RUF012 - replaced by a list of its own before it grows
-    # Name of the view function whose result this is although it is a redistributed copy; such a tensor is not
-    # written to.
+    # Name of the view function whose result this is although it is a redistributed copy. Such a tensor is not written
+    # to, unless it is known which region of which tensor it shows: that is written too then.
     _copied_by: str | None = None
     _copy_of: DTensor | None = None
+    _region: tuple[DTensor, Any] | None = None
     # The redistributed copies that were taken where one device has views of this tensor.
     _copies: Sequence[weakref.ref[DTensor]] = ()
     # The DTensor whose ``.data`` this is.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import autograd_bridge
+from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Replicate, is_partial
@@ -26,7 +27,7 @@ def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kw
             before_write(tensor)
         plan.call(*local_args, **local_kwargs)
         return None
-    before_write(target)
+    before_write(target, carried=True)
     before = local_args[0].requires_grad
     out = plan.call(*local_args, **local_kwargs)
     if plan.is_new:
@@ -36,15 +37,33 @@ def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kw
         _flag_varying(target, spec.varying)
     if local_args[0].requires_grad and not before:
         autograd_bridge.set_wrapper_requires_grad(target, True)
+    _carry_to_source(_root(target))
     return target
 
 
-def note_base(view: DTensor, base: Any, copied_by: str | None) -> None:
-    """Whose view a view is; with ``copied_by``, that it is none because its input had to be redistributed."""
+def _carry_to_source(copy: DTensor) -> None:
+    """Write a redistributed copy to the region that it shows; on one device it is a view of that."""
+    source = copy._copy_of
+    if copy._region is None or source is None:
+        return
+    base, index = copy._region
+    copies, source._copies = source._copies, ()
+    try:
+        with redistribute_policy("auto"):
+            base[index] = copy
+    finally:
+        source._copies = copies
+
+
+def note_base(view: DTensor, base: Any, copied_by: str | None, region: Any = None) -> None:
+    """Whose view a view is; with ``copied_by``, that it is none because its input had to be redistributed, and which
+    ``region`` (an index) of ``base`` it shows."""
     if copied_by is not None:
         view._copied_by = copied_by
         if isinstance(base, DTensor):
             view._copy_of = _root(base)
+            if region is not None:
+                view._region = (base, region)
             source: DTensor | None = view._copy_of
             while source is not None:  # a copy of a copy would on one device be a view of the first tensor too
                 source._copies = [*(other for other in source._copies if other() is not None), weakref.ref(view)]
@@ -135,8 +154,12 @@ def _root(tensor: DTensor) -> DTensor:
     return tensor if tensor._base_dtensor is None else tensor._base_dtensor
 
 
-def before_write(target: DTensor) -> None:
+def before_write(target: DTensor, carried: bool = False) -> None:
     """What comes before every in-place write to a DTensor.
+
+    Args:
+        carried: whether what is written to a redistributed copy is carried to the tensor that it was taken of, where
+            it is known to which region.
 
     Raises:
         RuntimeError: the target is a redistributed copy where PyTorch would have a view, so the write would be lost.
@@ -152,15 +175,17 @@ def before_write(target: DTensor) -> None:
     autograd_bridge.before_write(target)
     if root is not target:
         autograd_bridge.before_write(root)
-    for copy in (other() for other in root._copies):
-        if copy is not None:
+    is_carried = carried and root._region is not None
+    copies = [*root._copies, *(root._copy_of._copies if is_carried and root._copy_of is not None else ())]
+    for copy in (other() for other in copies):
+        if copy is not None and copy is not root:
             raise RuntimeError(
                 f"in-place write to a tensor of which {copy._copied_by}() gave a redistributed copy, which on one "
                 "device is a view and would change with it: redistribute the tensor before the view is taken, "
                 "clone() the view, or drop it before the write"
             )
     name = root._copied_by
-    if name is not None:
+    if name is not None and not is_carried:
         raise RuntimeError(
             f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write "
             "would be lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy "

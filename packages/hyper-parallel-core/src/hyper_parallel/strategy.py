@@ -94,6 +94,11 @@ class LayoutOp(DistributedOp):
         super().__init__(op_name, **params)
         self._parsed = None if self.signature is None else Signature(self.signature)
 
+    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The index of the part of the first argument that the result shows, for an operator whose results are views: a
+        write to a result that is a copy is carried there. None where no index says it; such a write is refused."""
+        return None
+
     def solve(self, call: Call) -> Solution:
         """Targets of the inputs and layouts of the outputs.
 

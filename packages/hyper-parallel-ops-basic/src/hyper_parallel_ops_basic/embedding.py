@@ -2,6 +2,7 @@
 
 A table that is sharded along the vocabulary is looked up where the rows are: every rank fills in the vectors that it
 holds and zeros for the others, a pending sum that the next operator reduces (or reduce-scatters for sequence parallel).
+Ids that are sharded by the same mesh axes fetch their rows (:mod:`.exchanging`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Shard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
+from .exchanging import Exchange, any_packed
+
 
 class Embedding(StrategyOp):
     """``F.embedding(input, weight, ...)``; weight is ``[vocabulary, hidden]``.
@@ -28,8 +31,9 @@ class Embedding(StrategyOp):
     """
 
     summary = OpSummary(
-        "ids, features; a sharded vocabulary leaves a pending sum",
+        "ids, features; a sharded vocabulary leaves a pending sum where the ids are whole",
         pending="passes through the table",
+        communicates="ids and vocabulary sharded by one axis: 1 all-gather of ids, 1 all-to-all of rows | 1 all-to-all",
         whole="`max_norm`, `sparse`: they change the table by the ids that a rank sees",
     )
 
@@ -45,6 +49,8 @@ class Embedding(StrategyOp):
                 yield Strategy({"input": S(d)}, S(d))
             yield Strategy({"weight": P}, P)
             yield Strategy({"weight": S(0)}, P)
+            if not any_packed(call, "input", "weight"):
+                yield from (Strategy({"input": S(d), "weight": S(0)}, S(d)) for d in range(len(ids)))
         if not (whole_rows or sparse):
             yield Strategy({"weight": S(1)}, S(len(ids)))
         elif any(isinstance(p, Shard) for spec in call.inputs for p in spec.layout.placements):
@@ -65,16 +71,22 @@ class Embedding(StrategyOp):
             return None
         shape = tuple(call.spec("weight").shape)
         held = HeldIndices(targets[weight], shape, 0)
-        padding = call.arg("padding_idx")
+        padding, whole_padding = call.arg("padding_idx"), None
         if padding is not None:
             if not -shape[0] <= padding < shape[0]:
                 raise AssertionError("Padding_idx must be within num_embeddings")
             padding = held.position(padding % shape[0])
-        parsed = self._parsed
+            whole_padding = call.arg("padding_idx") % shape[0]
+        parsed, ids = self._parsed, call.position("input")
         assert parsed is not None
+        exchange = Exchange(targets[weight], shape, 0, targets[ids], tuple(call.inputs[ids].shape))
 
         def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
             bound = parsed.bind(args, kwargs)
+            if exchange:
+                rows, at, numbers = exchange.read(bound["weight"], bound["input"])
+                unused = None if whole_padding is None else (numbers == whole_padding).nonzero()
+                return F.embedding(at, rows, int(unused) if unused is not None and len(unused) else None)
             out, mine = held.read(bound["weight"], bound["input"], lambda table, at: F.embedding(at, table, padding))
             return out.masked_fill(~mine.unsqueeze(-1), 0)
 

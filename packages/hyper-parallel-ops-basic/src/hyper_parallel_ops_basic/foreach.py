@@ -59,9 +59,9 @@ class ForeachNorm(FunctionOp):
         pending = any(isinstance(t, DTensor) and t.layout.is_partial() for t in tensors)
         if pending or not 0 < order < math.inf or _needs_grad(args):
             dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-            return type(tensors)(torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors)
+            return tuple(torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors)
         norms = func([_whole(t) for t in tensors], *args[1:], **kwargs)
-        return type(norms)(_norm_of(t, norm, order) for t, norm in zip(tensors, norms, strict=True))
+        return tuple(_norm_of(t, norm, order) for t, norm in zip(tensors, norms, strict=True))
 
 
 class FusedStep(FunctionOp):

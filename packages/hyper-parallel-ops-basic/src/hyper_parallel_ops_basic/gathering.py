@@ -1,7 +1,7 @@
 """Reading elements by index along a dimension: ``index_select``, ``gather``.
 
 From a tensor that is sharded along that dimension every rank takes what it holds, with zeros for the rest: a pending
-sum.
+sum. An index that is sharded by the same mesh axes fetches its elements (:mod:`.exchanging`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+from .exchanging import Exchange, any_packed
 
 
 def pending_of(call: Call, name: str) -> list[Partial]:
@@ -34,8 +36,12 @@ class IndexSelect(StrategyOp):
     """``index_select(input, dim, index)``."""
 
     summary = OpSummary(
-        "every dim, and the index; the selected dim leaves a pending sum (bool: max)",
+        "every dim, and the index; the selected dim leaves a pending sum (bool: max) where the index is whole",
         pending="passes, of any kind",
+        communicates=(
+            "dim and index sharded by one axis: 1 all-gather of indices, 1 all-to-all of what they ask for | "
+            "1 all-to-all"
+        ),
     )
 
     signature = "input, dim, index"
@@ -53,6 +59,8 @@ class IndexSelect(StrategyOp):
             yield Strategy({"input": pending}, pending)
         if spec.shape:
             yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
+        if spec.shape and index.shape and not any_packed(call, "input", "index"):
+            yield Strategy({"input": S(dim), "index": S(0)}, S(dim))
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -61,29 +69,41 @@ class IndexSelect(StrategyOp):
         assert dim is not None
         if not targets[0].ndim or not targets[0].shard_order[dim]:
             return None
-        held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
-        parsed, look_up = self._parsed, self.look_up
+        shape, where = tuple(call.spec("input").shape), call.position("index")
+        exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
+        held = HeldIndices(targets[0], shape, dim)
+        parsed, take, over = self._parsed, self.take, self.over_index
         assert parsed is not None
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = parsed.bind(args, kwargs)
-            return look_up(held, given["input"], given["index"], dim)
+            x, index = given["input"], given["index"]
+            if exchange:
+                rows, at, _ = exchange.read(x, index)
+                return take(rows, dim, at)
+            out, mine = held.read(x, index, lambda piece, at: take(piece, dim, at))
+            return out.masked_fill(~over(mine, dim, out.ndim), 0)
 
         return local
 
     @staticmethod
-    def look_up(held: HeldIndices, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-        """What this rank holds of the result, with zeros for the rest."""
-        out, mine = held.read(x, index.reshape(-1), lambda piece, at: piece.index_select(dim, at))
-        return out.masked_fill(~mine.view([-1 if d == dim else 1 for d in range(out.ndim)]), 0)
+    def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        """The operator itself."""
+        return x.index_select(dim, index.reshape(-1))
+
+    @staticmethod
+    def over_index(mine: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
+        """What goes for each element of the index, in the shape that broadcasts to the result."""
+        return mine.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
 class Gather(IndexSelect):
     """``gather(input, dim, index)``."""
 
     summary = OpSummary(
-        "every dim, and the index with it; the gathered dim leaves a pending sum (bool: max)",
+        "every dim, and the index with it; the gathered dim leaves a pending sum (bool: max) where the index is whole",
         pending="passes, of any kind",
+        communicates="dim and index sharded by one axis: as `index_select`",
     )
 
     signature = "input, dim, index, *, sparse_grad=False"
@@ -101,8 +121,13 @@ class Gather(IndexSelect):
             yield Strategy({"input": pending}, pending)
         if spec.shape:
             yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
+        if spec.shape and index.shape and not any_packed(call, "input", "index"):
+            yield Strategy({"input": S(dim), "index": S(dim)}, S(dim))
 
     @staticmethod
-    def look_up(held: HeldIndices, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-        out, mine = held.read(x, index, lambda piece, at: piece.gather(dim, at))
-        return out.masked_fill(~mine, 0)
+    def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        return x.gather(dim, index)
+
+    @staticmethod
+    def over_index(mine: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
+        return mine

@@ -1,7 +1,8 @@
 """``x[index] = value``, ``index_put_``, ``masked_scatter``: every rank writes what it holds of the picked region.
 
 The target keeps its layout. Slices and ints may run over sharded dimensions, at any position; of index tensors and
-masks every rank takes what falls into its piece, and of the values what belongs to that.
+masks every rank takes what falls into its piece, and of the values what belongs to that. Index tensors that are sharded
+by the mesh axes of the dimension stay so: what concerns other ranks travels there (:mod:`.exchanging`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.ranges import Overlap, keep_range, overlaps
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial, Replicate, on_dim
+from hyper_parallel.placements import Partial, Replicate, Shard, on_dim
 from hyper_parallel.strategy import LayoutOp, S
 from hyper_parallel.transition import plan_transition
 
+from .exchanging import Exchange
 from .factories import settled
 from .index_arguments import Index, Item
 from .indexing import local_piece, of_dims
@@ -35,7 +37,10 @@ class SetItem(LayoutOp):
     summary = OpSummary(
         "every dim of the target; the values lie like it, like what the mask picks, or whole",
         pending="stays, with pending values",
-        communicates="mask with values: 1 or 2 all-gathers of counts and indices (and 1 all-to-all of sharded values)",
+        communicates=(
+            "mask with values: 1 or 2 all-gathers of counts and indices (and 1 all-to-all of sharded values); index "
+            "tensors sharded as their dim: 1 all-gather of each (and 1 all-to-all of sharded values)"
+        ),
         whole="values that lie otherwise",
     )
 
@@ -63,8 +68,20 @@ class SetItem(LayoutOp):
             targets[mask.ref.index] = of_dims(target, range(mask.dim, mask.dim + len(mask.value)))
         if isinstance(value, Ref):
             targets[value.index], same = self._value_layout(call, index, value, target)
+        spread = _spread_with(call, index, target)
+        travelling = None
+        if spread is not None:
+            for item in index.tensors():
+                assert item.ref is not None
+                targets[item.ref.index] = item.ref.spec.layout
+            if isinstance(value, Ref):
+                targets[value.index], own = _spread_values(call, index, value, targets[value.index], spread)
+                if own is not None:
+                    same.add(index.gathered or 0)
+            layout = targets[spread.ref.index]  # type: ignore[union-attr]
+            travelling = Exchange(target, shape, spread.dim, layout, spread.value)
         _check(call, targets)
-        write = _Writing(index, target, shape, same)
+        write = _Writing(index, target, shape, same, travelling or None)
         in_place, neutral = call.inplace, neutral_of_number(target)
 
         def local(x: torch.Tensor, given: Any, value: Any, accumulate: bool = False) -> torch.Tensor:
@@ -110,8 +127,10 @@ class SetItem(LayoutOp):
 class _Writing:
     """What a rank does for ``x[index] = value`` on its piece."""
 
-    def __init__(self, index: Index, target: Layout, shape: tuple[int, ...], same: set[int]) -> None:
-        self.index, self.target, self.shape, self.same = index, target, shape, same
+    def __init__(
+        self, index: Index, target: Layout, shape: tuple[int, ...], same: set[int], travelling: Exchange | None
+    ) -> None:
+        self.index, self.target, self.shape, self.same, self.travelling = index, target, shape, same, travelling
         here = target.info.my_coordinate()
         self.held = {d: dim_intervals(target, shape, d, here) for d in range(len(shape)) if target.shard_order[d]}
         self.choices: list[list[tuple[int, Overlap]]] = []
@@ -138,6 +157,8 @@ class _Writing:
         if any(d in self.held for d in self.mask_dims):
             value = self._by_mask(x, parts, value)
         elif any(i.dim in self.held for i in self.index.tensors()):
+            if self.travelling is not None:
+                value = self._arrived(x, parts, value)
             chosen = self._by_tensors(x, parts)
         blocks = list(itertools.product(*self.choices)) if mine else []
         if not blocks:
@@ -172,6 +193,29 @@ class _Writing:
         for (at, _), ids in zip(tensors, found, strict=True):
             parts[at] = ids[chosen]
         return chosen
+
+    def _arrived(self, x: torch.Tensor, parts: list[Any], value: Any) -> Any:
+        """Leaves, in ``parts``, the elements of the sharded index tensors that fall into this rank's piece; returns the
+        values for them."""
+        assert self.travelling is not None
+        needed: list[torch.Tensor] = []
+        wholes = []
+        tensors = [(at, i) for at, i in enumerate(self.index.items) if i.kind == "tensor"]
+        for at, item in tensors:
+            ids = torch.where(parts[at] < 0, parts[at] + self.shape[item.dim], parts[at])
+            wholes.append(self.travelling.told(ids, self.shape[item.dim]))
+            if item.dim == self.travelling.dim:
+                needed = self.travelling.needed(wholes[-1], 0)
+        mine = needed[self.travelling.rank]
+        for (at, _), whole in zip(tensors, wholes, strict=True):
+            parts[at] = whole[mine].to(x.device)
+        at = self.index.gathered or 0
+        own = at - (len(self.index.result) - value.ndim) if isinstance(value, torch.Tensor) else -1
+        if own < 0 or (value.shape[own] == 1 and at not in self.same):
+            return value
+        if at in self.same:
+            return self.travelling.bring(value, own, 0, needed)
+        return value.index_select(own, mine.to(value.device))
 
     def _by_mask(self, x: torch.Tensor, parts: list[Any], value: Any) -> Any:
         """Leaves, in ``parts``, this rank's part of the mask; returns the values for it."""
@@ -216,6 +260,38 @@ class _Writing:
         first = max(first, 0)
         rows = value.movedim(list(range(first, first + count)), list(range(count)))[chosen]
         return rows.movedim(0, first)
+
+
+def _spread_with(call: Call, index: Index, target: Layout) -> Item | None:
+    """The index tensor of the one sharded dim that index tensors mean, where all of these are vectors that are sharded
+    by that dim's mesh axes."""
+    tensors = index.tensors()
+    found = [i for i in tensors if target.shard_order[i.dim]]
+    if index.has_mask or len(found) != 1:
+        return None
+    axes = target.shard_order[found[0].dim]
+    for item in tensors:
+        layout = None if item.ref is None else item.ref.spec.layout
+        if layout is None or item.value != index.broadcast or len(item.value) != 1 or layout.shard_order[0] != axes:
+            return None
+        if any(type(layout.placements[a]) is not Shard or type(target.placements[a]) is not Shard for a in axes):
+            return None
+        if layout.is_partial():
+            return None
+    return found[0]
+
+
+def _spread_values(call: Call, index: Index, value: Ref, layout: Layout, spread: Item) -> tuple[Layout, int | None]:
+    """Layout of the values for index tensors that are sharded: as these, where they are already."""
+    own = (index.gathered or 0) - (len(index.result) - len(value.shape))
+    have, axes = value.spec.layout, call.inputs[0].layout.shard_order[spread.dim]
+    if own < 0 or value.shape[own] != spread.value[0] or have.shard_order[own] != axes:
+        return layout, None
+    if any(type(have.placements[a]) is not Shard for a in axes):
+        return layout, None
+    for axis in axes:
+        layout = layout.with_placements({axis: S(own)})
+    return layout, own
 
 
 def _local_part(item: Item, shape: tuple[int, ...], given: Sequence[Any]) -> Any:

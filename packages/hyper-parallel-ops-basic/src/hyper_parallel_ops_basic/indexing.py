@@ -3,7 +3,8 @@
 A slice of a sharded dimension is a view, without communication, where the pieces that the ranks hold of it are what a
 placement says (``x[8]`` over two ranks: ``x[2:6]`` is two and two). Otherwise (``x[:3]``) what crosses the ranks'
 borders travels in one all-to-all, and the result is a copy. An int or index tensors on a sharded dimension read where
-the elements are: a pending sum. A mask picks as many elements as the data says, spread evenly over the ranks.
+the elements are: a pending sum; index tensors that are sharded by the same mesh axes fetch their elements. A mask picks
+as many elements as the data says, spread evenly over the ranks.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
+from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.families.held_indices import HeldIndices, one_row_more
 from hyper_parallel.families.moving import Move, plain
 from hyper_parallel.families.ranges import keep_range
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
+from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, on_dim
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec, memory_order
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
+from .exchanging import Exchange
 from .gathering import pending_lookup
 from .index_arguments import Index, Item
 from .picking import Picked
@@ -37,7 +39,8 @@ class GetItem(StrategyOp):
         pending="passes, of any kind",
         communicates=(
             "slice that does not stay in place: 1 all-to-all of the elements that change rank | the same; mask: 1 or 2 "
-            "all-gathers of counts and indices, 1 all-to-all | the same"
+            "all-gathers of counts and indices, 1 all-to-all | the same; index tensor sharded as its dim: 1 all-gather "
+            "of indices, 1 all-to-all of what they ask for | 1 all-to-all"
         ),
         whole="a mask beside other index tensors on sharded dims",
     )
@@ -48,6 +51,9 @@ class GetItem(StrategyOp):
     def index(self, call: Call) -> Index:
         """The index in its one general form."""
         return Index(call.args[1], call.inputs[0].shape)
+
+    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return args[1]
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The parts of the index in a local call, which :class:`Item.where` numbers."""
@@ -70,7 +76,7 @@ class GetItem(StrategyOp):
                 if index.mask.ref is not None:
                     row[index.mask.ref.index] = S(d)
                 yield Strategy(row, S(index.gathered or 0))
-        yield from _gather_rows(index, len(call.inputs))
+        yield from _gather_rows(index, len(call.inputs), _exchanged(index, call))
         for pending in {p for p in spec.layout.placements if isinstance(p, Partial)}:
             yield Strategy([pending], pending)
 
@@ -87,6 +93,11 @@ class GetItem(StrategyOp):
                 output = local.keep(dim, picked, output)
         solution.outputs[0] = output
         sharded = [i for i in [*index.ints(), *index.tensors()] if target.shard_order[i.dim]]
+        for item in sharded:
+            if item.kind == "tensor" and item.ref is not None:
+                exchange = Exchange(target, shape, item.dim, solution.targets[item.ref.index], item.value)
+                if exchange:
+                    local.exchanges[item.dim] = exchange
         local.held = {i.dim: HeldIndices(target, shape, i.dim) for i in sharded}
         copies = bool(local.moves or any(i.kind == "int" for i in sharded))
         solution.is_view, solution.copies = index.is_basic and not copies, index.is_basic and copies
@@ -107,6 +118,7 @@ class _Reading:
         self.slices: dict[int, slice] = {}
         self.moves: dict[int, Move] = {}
         self.held: dict[int, HeldIndices] = {}
+        self.exchanges: dict[int, Exchange] = {}
 
     def differs(self, clamps: bool) -> bool:
         """Whether it is not what the function itself would do; one that ``clamps`` takes all of a piece when asked for
@@ -149,7 +161,11 @@ class _Reading:
                 where[at] = position
                 continue
             ids = torch.as_tensor(where[at], device=x.device)
-            positions, here = held.find(torch.where(ids < 0, ids + held.size, ids))
+            ids = torch.where(ids < 0, ids + held.size, ids)
+            if item.dim in self.exchanges:
+                x, where[at], _ = self.exchanges[item.dim].read(x, ids)
+                continue
+            positions, here = held.find(ids)
             if x.shape[item.dim] == 0:
                 x = one_row_more(x, item.dim)
             where[at] = positions
@@ -177,8 +193,8 @@ class _Reading:
         return None if item.kind == "new" else given[item.where or 0]
 
 
-def _gather_rows(index: Index, count: int) -> Iterable[Strategy]:
-    """Index tensors that are sharded alike, on a tensor that is not."""
+def _gather_rows(index: Index, count: int, exchanged: Item | None) -> Iterable[Strategy]:
+    """Index tensors that are sharded alike, on a tensor that is not, or that is on the dim of ``exchanged``."""
     for b, size in enumerate(index.broadcast or ()):
         inputs: list[Placement] = [R] * count
         legal = True
@@ -189,8 +205,20 @@ def _gather_rows(index: Index, count: int) -> Iterable[Strategy]:
                     legal = False
                 else:
                     inputs[item.ref.index] = S(own)
-        if legal:
-            yield Strategy(inputs, S((index.gathered or 0) + b))
+        if not legal:
+            continue
+        out = S((index.gathered or 0) + b)
+        yield Strategy(inputs, out)
+        if exchanged is not None and exchanged.ref is not None and inputs[exchanged.ref.index] != R:
+            yield Strategy([S(exchanged.dim), *inputs[1:]], out)
+
+
+def _exchanged(index: Index, call: Call) -> Item | None:
+    """The index tensor whose elements may be fetched: that of the only sharded dim of those that are looked up."""
+    layout = call.inputs[0].layout
+    found = [i for i in index.tensors() if layout.shard_order[i.dim]]
+    packed = any(isinstance(p, PackedShard) for spec in call.inputs for p in spec.layout.placements)
+    return found[0] if len(found) == 1 and not packed else None
 
 
 def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading) -> None:
@@ -266,6 +294,16 @@ class Narrow(GetItem):
             raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({shape[dim]}).")
         return Index((slice(None),) * dim + (slice(start, start + length),), shape)
 
+    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = self._given(args, kwargs)
+        dim, start, ndim = given["dim"], int(given["start"]), args[0].ndim
+        start = start + args[0].shape[dim] if start < 0 else start
+        return (slice(None),) * normal_dim(dim, ndim) + (slice(start, start + given["length"]),)
+
+    def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        assert self._parsed is not None
+        return self._parsed.bind(args, kwargs)
+
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return ()
 
@@ -279,3 +317,7 @@ class Select(Narrow):
         dim = call.dim("dim")
         assert dim is not None
         return Index((slice(None),) * dim + (int(call.arg("index")),), call.inputs[0].shape)
+
+    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = self._given(args, kwargs)
+        return (slice(None),) * normal_dim(given["dim"], args[0].ndim) + (int(given["index"]),)

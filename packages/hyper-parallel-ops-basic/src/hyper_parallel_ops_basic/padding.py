@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, Solution
+from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import NOTHING, Moving
 from hyper_parallel.op import OpSummary
 
@@ -27,13 +28,31 @@ class Pad(Moving):
     def fill(self, call: Call) -> Any:
         return (call.arg("value") or 0) if call.arg("mode", "constant") == "constant" else 0
 
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        if solution.local is not None or call.arg("mode", "constant") == "constant":
+            return solution
+        func, widths = call.func, self._widths(call)
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if x.numel():
+                return func(x, *args, **kwargs)
+            # The kernels want channels and samples.
+            return zeros_from([n + sum(widths.get(d, ())) for d, n in enumerate(x.shape)], x)
+
+        solution.local = local
+        return solution
+
     def maps(self, call: Call) -> dict[int, torch.Tensor]:
-        shape, pad, mode = call.spec("input").shape, call.arg("pad"), call.arg("mode", "constant")
-        widths: dict[int, tuple[int, int]] = {}
-        for i in range(0, len(pad), 2):
-            if pad[i] or pad[i + 1]:
-                widths[len(shape) - 1 - i // 2] = (pad[i], pad[i + 1])
-        return {d: _source(shape[d], *width, mode) for d, width in widths.items()}
+        shape, mode = call.spec("input").shape, call.arg("mode", "constant")
+        return {d: _source(shape[d], *width, mode) for d, width in self._widths(call).items()}
+
+    @staticmethod
+    def _widths(call: Call) -> dict[int, tuple[int, int]]:
+        """Of each padded dim, how much is added before and after."""
+        pad, ndim = call.arg("pad"), len(call.spec("input").shape)
+        pairs = ((ndim - 1 - i // 2, (pad[i], pad[i + 1])) for i in range(0, len(pad), 2))
+        return {d: width for d, width in pairs if any(width)}
 
 
 def _source(size: int, before: int, after: int, mode: str) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Scan(StrategyOp):
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         yield from scan_rows(call)
-        if self.linear:
+        if self.linear and call.inputs[0].dtype is not torch.bool:
             yield Strategy([Partial()], Partial())
 
     def local_function(
@@ -67,7 +67,8 @@ class Scan(StrategyOp):
             totals = over.gather(total(x.to(running.dtype), dim), varying=True)
             before = totals[torch.tensor(earlier, dtype=torch.int64, device=x.device)]
             # Also where none is before, so that every rank takes part in the backward: the sum of nothing.
-            out = join(running, total(before, 0).unsqueeze(dim)) if earlier else running + before.sum(0).unsqueeze(dim)
+            offset = (total(before, 0) if earlier else before.sum(0)).to(running.dtype)  # sums of ints are int64
+            out = (join if earlier else torch.add)(running, offset.unsqueeze(dim))
             return x.copy_(out) if inplace else out
 
         return local

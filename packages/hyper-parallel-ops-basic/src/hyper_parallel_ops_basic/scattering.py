@@ -1,7 +1,8 @@
 """Writing elements by index along a dimension: ``index_add``, ``index_copy``, ``scatter``, ``scatter_add`` and so on.
 
 A target that is sharded along that dimension keeps its layout: every rank writes what falls into its piece. Sources
-that are sharded along it leave a pending sum where the operation adds.
+that are sharded along it leave a pending sum where the operation adds. Where target, index and sources are sharded by
+the same mesh axes, the sources travel to the ranks that hold their places (:mod:`.exchanging`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+from .exchanging import Exchange, any_packed
 
 
 class _Write(StrategyOp):
@@ -44,11 +47,14 @@ class _Write(StrategyOp):
         if not call.spec("input").shape:
             return
         yield Strategy({"input": S(dim)}, S(dim))
+        along = self.along(call)
         if source is not None and self.is_linear(call):
             yield Strategy({"input": P, source: P}, P)
-            if self.is_adding(call) and self.along(call) is not None:
-                index_dim, source_dim = self.along(call)  # type: ignore[misc]
-                yield Strategy({"input": P, "index": S(index_dim), source: S(source_dim)}, P)
+            if self.is_adding(call) and along is not None:
+                yield Strategy({"input": P, "index": S(along[0]), source: S(along[1])}, P)
+        if along is not None and not any_packed(call, "input", "index", self.source):
+            sources: dict[str, Placement] = {} if source is None else {source: S(along[1])}
+            yield Strategy({"input": S(dim), "index": S(along[0])} | sources, S(dim))
 
     def is_linear(self, call: Call) -> bool:
         """Whether this call is linear in target and source together."""
@@ -73,7 +79,14 @@ class _Write(StrategyOp):
         assert dim is not None
         if not targets[0].ndim or not targets[0].shard_order[dim]:
             return None
-        held = HeldIndices(targets[0], tuple(call.spec("input").shape), dim)
+        source = self.source if call.index(self.source) is not None else None
+        index_dim, source_dim = self.along(call) or (0, 0)
+        where = call.position("index")
+        shape, index_shape = tuple(call.inputs[0].shape), tuple(call.inputs[where].shape)
+        held, exchange = (
+            HeldIndices(targets[0], shape, dim),
+            Exchange(targets[0], shape, dim, targets[where], index_shape),
+        )
         func = getattr(torch, call.name.rstrip("_"))
         inplace, parsed = call.inplace, self._parsed
         assert parsed is not None
@@ -83,6 +96,12 @@ class _Write(StrategyOp):
             x, index = bound.pop("input"), bound.pop("index")
             if "src" in bound and not isinstance(bound["src"], torch.Tensor):
                 bound["value"] = bound.pop("src")
+            if exchange:
+                whole = exchange.told(index, index_dim=index_dim)
+                needed = exchange.needed(whole, index_dim)
+                index = whole.index_select(index_dim, needed[exchange.rank]).to(index.device)
+                if source is not None:
+                    bound[source] = exchange.bring(bound[source], source_dim, index_dim, needed)
             out = held.write(x, index, lambda piece, at: func(piece, index=at, **bound))
             return x.copy_(out) if inplace else out
 
@@ -95,7 +114,9 @@ class IndexWrite(_Write):
     summary = OpSummary(
         "every dim, the written one too; sources along it leave a pending sum where they are added",
         pending="passes through target and source together, where linear",
-        whole="sources along the written dim that do not add: their order decides",
+        communicates=(
+            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all"
+        ),
     )
 
     signature = "input, dim, index, source, reduce, *, alpha=1, include_self=True"
@@ -107,7 +128,9 @@ class IndexWrite(_Write):
     def along(self, call: Call) -> tuple[int, int] | None:
         dim = call.dim("dim")
         assert dim is not None
-        return (0, dim) if call.spec("index").shape and call.spec("source").shape else None
+        if not call.spec("index").shape or (call.index("source") is not None and not call.spec("source").shape):
+            return None
+        return 0, dim
 
 
 class IndexFill(IndexWrite):
@@ -123,6 +146,9 @@ class IndexFill(IndexWrite):
     def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
         return {"input": S(d)}
 
+    def along(self, call: Call) -> tuple[int, int] | None:
+        return super().along(call) if call.index("value") is None else None
+
 
 class Scatter(_Write):
     """``scatter``, ``scatter_add``, ``scatter_reduce``: single elements, by a tensor of indices."""
@@ -130,7 +156,9 @@ class Scatter(_Write):
     summary = OpSummary(
         "every dim, the written one too; sources along it leave a pending sum where they are added",
         pending="passes through target and source together, where linear",
-        whole="sources along the written dim that do not add: their order decides",
+        communicates=(
+            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all"
+        ),
     )
 
     signature = "input, dim, index, src, reduce, *, value, include_self=True"
@@ -145,7 +173,10 @@ class Scatter(_Write):
     def along(self, call: Call) -> tuple[int, int] | None:
         dim = call.dim("dim")
         assert dim is not None
-        return (dim, dim) if call.spec("index").shape[dim] == call.spec("src").shape[dim] else None
+        if not call.spec("index").shape:
+            return None
+        other = call.index("src")
+        return (dim, dim) if other is None or call.inputs[other].shape[dim] == call.spec("index").shape[dim] else None
 
     def is_linear(self, call: Call) -> bool:
         reduce = call.arg("reduce")

@@ -38,7 +38,7 @@ class Move:
 
     Args:
         group: the ranks among which they travel; None when the dimension is whole on each.
-        held: global indices that each member holds; together all, each once.
+        held: global indices that each member holds, each held once; what nobody holds counts as ``NOTHING``.
         wanted: per member the global index of each element of its result, or ``NOTHING``.
         fill: value of an element that is ``NOTHING``.
     """
@@ -100,7 +100,7 @@ class Move:
         if self.fills:
             parts.append(rows.new_full((1, *rows.shape[1:]), fill))
         source = torch.cat(parts) if len(parts) > 1 else rows
-        return source.index_select(0, self._place.to(x.device)).movedim(0, dim).contiguous()
+        return _along(source.index_select(0, self._place.to(x.device)), dim)
 
     def back(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The transpose of :meth:`forth`, without autograd."""
@@ -111,7 +111,7 @@ class Move:
         if self.communicates:
             received = self._exchange(source[self.size : -1], self.send_counts, self.receive_counts)
             own.index_add_(0, self._sends.to(x.device), received)
-        return own.movedim(0, dim).contiguous()
+        return _along(own, dim)
 
     def _exchange(self, rows: torch.Tensor, out_counts: list[int], in_counts: list[int]) -> torch.Tensor:
         assert self.group is not None
@@ -121,6 +121,12 @@ class Move:
         sizes = [n * each for n in out_counts], [n * each for n in in_counts]
         comm.all_to_all(out.view(-1), wide.reshape(-1), *sizes, self.group)
         return torch.view_as_complex(out) if rows.is_complex() else out
+
+
+def _along(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """``rows`` along ``dim``, contiguous; no view, as what a Function returns could not be written to then."""
+    out = rows.movedim(0, dim).contiguous() if dim else rows
+    return out.clone() if out._is_view() else out
 
 
 class _Moved(torch.autograd.Function):
@@ -138,14 +144,19 @@ class _Moved(torch.autograd.Function):
 
 
 def _owners(held: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Function from global indices to the member that holds each (-1 for ``NOTHING``) and the position there."""
+    """Function from global indices to the member that holds each (-1 for none) and the position there."""
     # One more element at the end, which is where the index -1 looks.
-    owner = torch.full((sum(map(len, held)) + 1,), -1)
+    owner = torch.full((max((int(h.max()) for h in held if len(h)), default=-1) + 2,), NOTHING)
     position = torch.zeros_like(owner)
     for member, indices in enumerate(held):
         owner[indices] = member
         position[indices] = torch.arange(len(indices))
-    return lambda index: (owner[index], position[index])
+
+    def find(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.where(index < len(owner), index, NOTHING)
+        return owner[index], position[index]
+
+    return find
 
 
 def plain(layout: Layout, dims: Iterable[int]) -> Layout:

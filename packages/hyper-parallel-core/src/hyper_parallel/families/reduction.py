@@ -77,8 +77,9 @@ class Reduction(StrategyOp):
 
 
 def linear_rows(call: Call) -> Iterable[Strategy]:
-    """A pending sum (or average, of floats) passes through a linear function of one tensor."""
-    yield Strategy([Partial()], Partial())
+    """A pending sum (or average, of floats) passes through a linear function of one tensor (of bools none is)."""
+    if call.inputs[0].dtype is not torch.bool:
+        yield Strategy([Partial()], Partial())
     if call.inputs[0].dtype.is_floating_point:
         yield Strategy([Partial("avg")], Partial("avg"))
 
