@@ -1,12 +1,13 @@
 """Plain ``torch.autograd.Function.apply`` on DTensors: C++ code that knows nothing of them, and loses no gradient."""
 
+import contextlib
 import gc
 import weakref
 
 import pytest
 import torch
 
-from hyper_parallel import DTensor, MissingOpError, Partial, Replicate, Shard
+from hyper_parallel import Partial, Replicate, Shard
 from hyper_parallel.testing.checking import mesh_of
 from hyper_parallel.testing.placing import make
 
@@ -92,14 +93,11 @@ class PassThrough(torch.autograd.Function):
         return tuple(2 * g for g in grads)
 
 
-class FirstOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None
+def function(forward, backward):
+    """An autograd.Function of two functions without ``ctx``."""
+    methods = {"forward": lambda ctx, *args: forward(*args), "backward": lambda ctx, *grads: backward(*grads)}
+    made = {name: staticmethod(method) for name, method in methods.items()}
+    return type("Made", (torch.autograd.Function,), made)
 
 
 @pytest.mark.ranks(4)
@@ -141,8 +139,9 @@ def test_inputs_returned_as_outputs(placements):
 @pytest.mark.ranks(4)
 @placed
 def test_none_gradients_and_inputs_without_gradient(placements):
-    compare(lambda x, y: (FirstOnly.apply(x, y) * x).sum(), values(2), placements)
-    compare(lambda x: (FirstOnly.apply(x, x.detach()) * x).sum(), values(1), placements)
+    first_only = function(lambda x, y: x * 2, lambda grad: (grad * 2, None))
+    compare(lambda x, y: (first_only.apply(x, y) * x).sum(), values(2), placements)
+    compare(lambda x: (first_only.apply(x, x.detach()) * x).sum(), values(1), placements)
 
 
 @pytest.mark.ranks(4)
@@ -203,46 +202,25 @@ def test_gradients_of_a_shard_and_of_a_varying_input():
 @pytest.mark.ranks(4)
 @placed
 def test_gradients_may_come_back_in_any_layout(placements):
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.redistribute(placements=[Replicate(), Replicate()])
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad.redistribute(placements=[Shard(0), Shard(0)])
-
+    gather = function(
+        lambda x: x.redistribute(placements=[Replicate(), Replicate()]),
+        lambda grad: grad.redistribute(placements=[Shard(0), Shard(0)]),
+    )
     x = make(values(1)[0], mesh_of((2, 2)), placements, requires_grad=True)
-    (Gather.apply(x) * 3).sum().backward()
+    (gather.apply(x) * 3).sum().backward()
     assert x.grad.placements == x.grad_placements
     assert torch.equal(x.grad.full_tensor(), torch.full((5, 3), 3.0, dtype=torch.float64))
 
 
 @pytest.mark.ranks(4)
 @placed
-def test_autograd_grad_and_double_backward(placements):
+@pytest.mark.parametrize("saving", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_autograd_grad_and_double_backward(placements, saving):
+    """With hooks on saved tensors C++ unpacks copies of the wrappers, which must lead to what was saved."""
     (value,) = values(1)
 
     def penalty(x):
-        y = Cube.apply(torch.sin(x))
-        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return (gradient**2).sum()
-
-    plain = value.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(penalty(plain), plain)
-    x = make(value, mesh_of((2, 2)), placements, requires_grad=True)
-    (gradient,) = torch.autograd.grad(penalty(x), x)
-    torch.testing.assert_close(gradient.full_tensor(), expected)
-
-
-@pytest.mark.ranks(4)
-@placed
-def test_double_backward_through_tensors_that_were_saved_with_hooks(placements):
-    """C++ unpacks copies of the wrappers then, which must lead to the tensors that were saved."""
-    (value,) = values(1)
-
-    def penalty(x):
-        with torch.autograd.graph.save_on_cpu():
+        with saving():
             y = Cube.apply(torch.sin(x))
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return (gradient**2).sum()
@@ -323,28 +301,21 @@ def test_an_input_written_after_the_function_keeps_the_gradient_right_or_raises(
         h.mul_(2)
         return loss + h.sum()
 
-    class Triple(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 3
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 3
+    triple = function(lambda x: x * 3, lambda grad: grad * 3)
 
     def program(x):
         h = x * 1
-        z = Triple.apply(h)
+        z = triple.apply(h)
         loss = z.sum()
         h.mul_(2)
-        return loss + (Triple.apply(h) * h).sum()
+        return loss + (triple.apply(h) * h).sum()
 
     compare(program, values(1), [Shard(0), Shard(1)])
     with pytest.raises(RuntimeError, match=r"in-?place"):
         compare(used_first, values(1), [Shard(0), Shard(1)])  # what it saved was written: as on one device
     x = make(values(1)[0], mesh_of((2, 2)), [Shard(0), Shard(1)], requires_grad=True)
     h = x * 1
-    z = Triple.apply(h)
+    z = triple.apply(h)
     h.mul_(2)
     with pytest.raises(RuntimeError, match="written in place after it went into"):
         z.sum()
@@ -373,51 +344,27 @@ def test_inputs_marked_dirty():
 
 @pytest.mark.ranks(4)
 def test_outputs_in_flight_are_joined_too():
-    class GatherLater(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.redistribute(placements=[Replicate()], async_op=True)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 5
-
+    gather_later = function(lambda x: x.redistribute(placements=[Replicate()], async_op=True), lambda grad: grad * 5)
     x = make(values(1)[0], mesh_of((4,)), [Shard(0)], requires_grad=True)
-    (GatherLater.apply(x) * 2).sum().backward()
+    (gather_later.apply(x) * 2).sum().backward()
     assert torch.equal(x.grad.full_tensor(), torch.full((5, 3), 10.0, dtype=torch.float64))
 
 
 @pytest.mark.ranks(4)
 def test_gradients_in_another_dtype_are_cast_as_on_one_device():
-    class Half(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return (grad * 2).to(torch.float32)
-
+    half = function(lambda x: x * 2, lambda grad: (grad * 2).to(torch.float32))
     x = make(values(1)[0], mesh_of((4,)), [Shard(0)], requires_grad=True)
-    Half.apply(x).sum().backward()
+    half.apply(x).sum().backward()
     assert x.grad.dtype == torch.float64
     assert torch.equal(x.grad.full_tensor(), torch.full((5, 3), 2.0, dtype=torch.float64))
 
 
 @pytest.mark.ranks(4)
 def test_a_plain_gradient_for_a_dtensor_is_refused():
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return torch.ones(5, 3, dtype=torch.float64)
-
+    wrong = function(lambda x: x * 2, lambda grad: torch.ones(5, 3, dtype=torch.float64))
     x = make(values(1)[0], mesh_of((4,)), [Shard(0)], requires_grad=True)
     with pytest.raises(TypeError, match="returned a Tensor as the gradient of a DTensor"):
-        Wrong.apply(x).sum().backward()
+        wrong.apply(x).sum().backward()
 
 
 @pytest.mark.ranks(4)
@@ -480,60 +427,3 @@ def test_nothing_stays_alive_after_a_step():
         assert [r() for r in alive] == [None] * len(alive)
     finally:
         gc.enable()
-
-
-# -- C++ code that meets the wrapper ------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(4)
-def test_functions_without_a_rule_raise_and_name_themselves():
-    x = make(values(1, (4, 4))[0], mesh_of((4,)), [Shard(0)])
-    for call in (
-        lambda: torch.geqrf(x),
-        lambda: torch._C._nn.adaptive_max_pool2d(x, (2, 2)),
-        lambda: torch.ops.aten.linalg_det(x),
-        lambda: torch.ops.aten._linalg_eigh.default(x),
-        lambda: torch.combinations(x),
-    ):
-        with pytest.raises(MissingOpError, match="no distributed rule"):
-            call()
-
-
-@pytest.mark.ranks(4)
-def test_custom_operators_without_a_rule_raise():
-    @torch.library.custom_op("hyper_parallel_test::scaled", mutates_args=())
-    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-        return x * factor
-
-    with pytest.raises(MissingOpError, match=r"hyper_parallel_test\.scaled has no distributed rule"):
-        torch.ops.hyper_parallel_test.scaled(make(values(1)[0], mesh_of((4,)), [Shard(0)]), 2.0)
-    with pytest.raises((MissingOpError, RuntimeError)):
-        scaled(make(values(1)[0], mesh_of((4,)), [Shard(0)]), 2.0)
-
-
-@pytest.mark.ranks(4)
-def test_operators_of_torch_ops_have_the_rules_of_their_namesakes():
-    x = make(values(1)[0], mesh_of((4,)), [Shard(0)])
-    for y in (torch.ops.aten.add(x, x), torch.ops.aten.add.Tensor(x, x), torch.ops.aten.mul.Scalar(x, 2)):
-        assert isinstance(y, DTensor)
-        torch.testing.assert_close(y.full_tensor(), 2 * values(1)[0])
-
-
-@pytest.mark.ranks(4)
-def test_below_the_python_layer_the_wrapper_raises():
-    x = make(values(1)[0], mesh_of((4,)), [Shard(0)])
-    with torch._C.DisableTorchFunctionSubclass():
-        for call in (
-            lambda: x + 1,
-            lambda: x.sum(),
-            lambda: torch.matmul(x, x.t()),
-            lambda: x.add_(1),
-            lambda: x.clone(),
-        ):
-            with pytest.raises(RuntimeError, match="below PyTorch's Python layer"):
-                call()
-        with pytest.raises(RuntimeError):
-            x.numpy()
-    for call in (x.untyped_storage, x.storage, lambda: torch.from_dlpack(x), lambda: x.resize_(3)):
-        with pytest.raises(MissingOpError):
-            call()

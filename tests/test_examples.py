@@ -38,19 +38,9 @@ def train_alone(model, ids, steps):
 
 @pytest.mark.ranks(4)
 def test_llama3():
-    found = recipe("llama3").train(steps=3)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    both = [torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    want = train_alone(transformers.LlamaForCausalLM(config).train(), torch.cat(both), 3)
+    module = recipe("llama3")
+    found = module.train(steps=3)
+    want = train_alone(module.small_llama(), torch.cat([module.batch(rank) for rank in range(2)]), 3)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
 
 
@@ -62,5 +52,5 @@ def test_qwen3_from_safetensors(tmp_path):
     dist.barrier()
     found = module.train(tmp_path, steps=3)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, use_cache=False).train()
-    ids = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found, train_alone(model, ids, 3), rtol=1e-5, atol=1e-4)
+    want = train_alone(model, module.batch(model.config.vocab_size), 3)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)

@@ -54,10 +54,9 @@ def parallelize_llama(model: nn.Module, dims: ParallelDims) -> nn.Module:
     return fully_shard(model, mesh=dims.get_mesh("fsdp"))
 
 
-def train(steps: int = 5) -> list[float]:
-    """Loss of each step, the mean over all ranks' data."""
-    dims = ParallelDims(tp=2)
-    torch.manual_seed(0)  # parameters come from the first tp rank, but FSDP trusts that its ranks agree
+def small_llama() -> nn.Module:
+    """A Llama to try this with, with the same parameters on every rank: FSDP trusts that its ranks agree."""
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -67,12 +66,22 @@ def train(steps: int = 5) -> list[float]:
         num_key_value_heads=2,
         use_cache=False,
     )
-    model = parallelize_llama(transformers.LlamaForCausalLM(config).train(), dims)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def batch(data_rank: int) -> torch.Tensor:
+    """The token ids of one data-parallel rank."""
+    return torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(data_rank))
+
+
+def train(steps: int = 5) -> list[float]:
+    """Loss of each step, the mean over all ranks' data."""
+    dims = ParallelDims(tp=2)
+    model = parallelize_llama(small_llama(), dims)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     data = dims.get_mesh("batch")  # the ranks of one tp group work on the same batch, others on other ones
-    generator = torch.Generator().manual_seed(data.get_local_rank())
-    ids = torch.randint(0, 256, (4, 33), generator=generator)
+    ids = batch(data.get_local_rank())
     losses = []
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids).loss

@@ -40,11 +40,16 @@ def parallelize_qwen3(folder: Path, dims: ParallelDims) -> nn.Module:
     return model
 
 
+def batch(vocab_size: int) -> torch.Tensor:
+    """Token ids, the same on all ranks."""
+    return torch.randint(0, vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
+
+
 def train(folder: Path, steps: int = 5) -> list[float]:
     """Loss of each step on one batch that all ranks share."""
     model = parallelize_qwen3(folder, ParallelDims(tp=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.randint(0, model.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
+    ids = batch(model.config.vocab_size)
     losses = []
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids).loss
