@@ -27,7 +27,6 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "fully_sharded.py"
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_three_steps_equal_those_of_one_device(tp, checkpointing):
-    pytest.importorskip("transformers")
     plain = runpy.run_path(str(EXAMPLE))["make_model"]()
     model = copy.deepcopy(plain)
     if checkpointing:

@@ -65,7 +65,8 @@ class Step:
     images: bool = False
 
     def build(self) -> torch.nn.Module:
-        transformers = pytest.importorskip("transformers")
+        import transformers
+
         config = transformers.AutoConfig.for_model(self.model_type, **{**SIZES, **self.sizes})
         torch.manual_seed(0)
         text_only = type(config) in transformers.AutoModelForCausalLM._model_mapping

@@ -2,9 +2,11 @@
 
 import json
 
+import huggingface_hub as hub
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from checkpoint_models import build, same_tensors, whole_state
 from torch import nn
 
@@ -12,10 +14,6 @@ from hyper_parallel import CheckpointError, CommTrace, DTensor, Replicate, Shard
 from hyper_parallel.checkpoint import hugging_face, load_safetensors, save_safetensors
 from hyper_parallel.distribute import as_parameter
 from hyper_parallel.testing.placing import make, mesh_of
-
-safetensors = pytest.importorskip("safetensors")
-hub = pytest.importorskip("huggingface_hub")
-transformers = pytest.importorskip("transformers")
 
 
 def export(plan, folder, size):
