@@ -197,6 +197,14 @@ def test_a_plain_batch_on_a_pure_tp_mesh_counts_as_replicated():
     torch.testing.assert_close(out, twin(x))
 
 
+@pytest.mark.ranks(4)
+def test_more_output_layouts_than_outputs_are_an_error():
+    model, mesh = model_and_twin()[0], mesh2x2()
+    shard_module(model, mesh, ShardingPlan(output_plan={"mlp": ([R, R], [R, R])}))
+    with pytest.raises(ValueError, match="the plan lays out 2 outputs, it returned 1"):
+        model(distribute_tensor(torch.randn(5, 6, dtype=torch.float64), mesh, [R, R]))
+
+
 @pytest.mark.ranks(1)
 def test_at_world_size_one_the_model_comes_back_as_it_is():
     model, _ = model_and_twin()

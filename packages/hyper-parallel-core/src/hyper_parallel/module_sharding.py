@@ -19,7 +19,7 @@ from hyper_parallel.dtensor import DTensor
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
 from hyper_parallel.placements import Placement
-from hyper_parallel.structures import rebuilt
+from hyper_parallel.structures import change_values
 
 __all__ = ["ShardingPlan", "shard_module"]
 
@@ -261,18 +261,8 @@ def _output_hook(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
     several = isinstance(declared, (tuple, list)) and not _is_placements(declared)
     placed = [Boundary(layout, mesh) for layout in (declared if several else [declared])]
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
-            return placed[0](output)
-        # One layout for the usual (hidden_states, ...) means the first.
-        values = list(output.values() if isinstance(output, Mapping) else output)
-        values[: len(placed)] = [place(o) for place, o in zip(placed, values, strict=False)]
-        if isinstance(output, Mapping):
-            named = dict(zip(output, values, strict=True))
-            return named if type(output) is dict else type(output)(**named)
-        return rebuilt(output, values)
-
-    return hook
+    # One layout for the usual (hidden_states, ...) means the first.
+    return lambda module, args, output: change_values(output, placed, f"{type(module).__name__}: the plan")
 
 
 def _is_placements(value: Any) -> bool:

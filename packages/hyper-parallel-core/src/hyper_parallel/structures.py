@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,3 +31,29 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
     elif isinstance(value, Mapping):
         yield from tensors_of(list(value.values()))
+
+
+def change_values(output: Any, changes: Sequence[Callable[[Any], Any] | None], who: str) -> Any:
+    """What a module returned, with its first values changed: a tensor, or those of a tuple, list or mapping.
+
+    Args:
+        output: what it returned.
+        changes: one per value; None leaves it as it is.
+        who: who asks for the changes, for the message.
+
+    Raises:
+        ValueError: there are fewer values.
+    """
+    single = isinstance(output, torch.Tensor) or not isinstance(output, (tuple, list, Mapping))
+    values = [output] if single else list(output.values() if isinstance(output, Mapping) else output)
+    if len(values) < len(changes):
+        raise ValueError(f"{who} lays out {len(changes)} outputs, it returned {len(values)}")
+    for index, change in enumerate(changes):
+        if change is not None:
+            values[index] = change(values[index])
+    if single:
+        return values[0]
+    if isinstance(output, Mapping):
+        named = dict(zip(output, values, strict=True))
+        return named if type(output) is dict else type(output)(**named)
+    return rebuilt(output, values)
