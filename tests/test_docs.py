@@ -22,15 +22,20 @@ def execute(code, name):
     exec(compile(code, name, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize(("count", "code", "name"), blocks())
+@pytest.mark.parametrize(("count", "code", "name"), list(blocks()))
 def test_block_runs(ranks, count, code, name):
     ranks(count, execute, code, name)
 
 
-def test_every_linked_page_exists():
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([\w./-]+\.md)\)", path.read_text()):
+def test_every_page_and_path_that_is_named_exists():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/*.md"), *ROOT.glob("*/README.md")]
+    assert len(pages) > 20
+    for path in pages:
+        text = path.read_text()
+        for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+        for target in re.findall(r"`((?:docs|examples|benchmarks|tools|packages)/[\w./-]+)`", text):
+            assert (ROOT / target).exists(), f"{path.name} names {target}"
 
 
 def test_every_row_of_the_parity_tables_names_its_test():
