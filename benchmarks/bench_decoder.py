@@ -2,7 +2,8 @@
 
 Beside it: the plain module of one rank's size, the same with the bare collectives, that with the thinnest wrapper that
 Python allows around every tensor (the floor of any design in which a tensor knows its global shape), our TP styles, and
-torch's with the same plan. Aims: at most 1.6x the plain module (aim 1.4), and 1.25x plain plus collectives.
+torch's with the same plan; with plain tensors between the blocks, and with DTensors. Aims: at most 1.6x the plain
+module (aim 1.4), and 1.25x plain plus collectives.
 """
 
 from __future__ import annotations
@@ -57,15 +58,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(HIDDEN))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (HIDDEN,), self.weight)
-
-
 class Mlp(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +74,7 @@ class Layer(nn.Module):
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
         self.attention, self.mlp = Attention(HIDDEN // parts), Mlp(4 * HIDDEN // parts)
-        self.norm1, self.norm2 = Norm(), Norm()
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
@@ -139,9 +131,9 @@ class BareSum(torch.autograd.Function):
         return grad
 
 
-class BareNorm(Norm):
+class BareNorm(nn.RMSNorm):
     def forward(self, x):
-        return F.rms_norm(x, (HIDDEN,), BareSum.apply(self.weight))
+        return F.rms_norm(x, self.normalized_shape, BareSum.apply(self.weight), self.eps)
 
 
 class BareLayer(Layer):
@@ -149,7 +141,7 @@ class BareLayer(Layer):
 
     def __init__(self, parts):
         super().__init__(parts)
-        self.norm1, self.norm2 = BareNorm(), BareNorm()
+        self.norm1, self.norm2 = BareNorm(HIDDEN), BareNorm(HIDDEN)
 
     def forward(self, x, cos, sin):
         x = x + BareScatter.apply(self.attention(BareGather.apply(self.norm1(x)), cos, sin))
@@ -226,9 +218,9 @@ def ours(mesh) -> nn.Module:
     return shard_module(Layer(), mesh, plan, src_data_rank=None)
 
 
-def styled(styles, mesh) -> nn.Module:
-    """The whole layer by parallel styles, torch's or ours; between the projections local tensors, torch's quickest
-    way."""
+def styled(styles, mesh, plain: bool) -> nn.Module:
+    """The whole layer by parallel styles, torch's or ours. Between the projections are plain tensors, the styles'
+    default; ``plain``: also in the residual stream."""
     sequence, whole = Shard(1), Replicate()
     gather = (sequence, None, None), (whole, None, None)
     return styles.parallelize_module(
@@ -241,11 +233,11 @@ def styled(styles, mesh) -> nn.Module:
             "attention.q": styles.ColwiseParallel(),
             "attention.k": styles.ColwiseParallel(),
             "attention.v": styles.ColwiseParallel(),
-            "attention.o": styles.RowwiseParallel(output_layouts=sequence, use_local_output=False),
+            "attention.o": styles.RowwiseParallel(output_layouts=sequence, use_local_output=plain),
             "mlp": styles.PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
             "mlp.gate": styles.ColwiseParallel(),
             "mlp.up": styles.ColwiseParallel(),
-            "mlp.down": styles.RowwiseParallel(output_layouts=sequence, use_local_output=False),
+            "mlp.down": styles.RowwiseParallel(output_layouts=sequence, use_local_output=plain),
         },
         src_data_rank=None,
     )
@@ -275,15 +267,17 @@ def main() -> None:
         "plain + collectives": stepper(BareLayer(TP), local, cos, sin),
         "thin wrapper + coll.": stepper(ThinLayer(TP), local, cos, sin),
         "ours": stepper(layer, x.detach().requires_grad_(), cos, sin),
-        "ours, styles": stepper(styled(hyper_parallel, mesh), x.detach().requires_grad_(), cos, sin),
-        "torch, styles": stepper(
-            styled(torch_styles, mesh),
+        "ours, styles": stepper(styled(hyper_parallel, mesh, True), local, cos, sin),
+        "ours, styles, DTensors": stepper(styled(hyper_parallel, mesh, False), x.detach().requires_grad_(), cos, sin),
+        "torch, styles": stepper(styled(torch_styles, mesh, True), local, cos, sin),
+        "torch, styles, DTensors": stepper(
+            styled(torch_styles, mesh, False),
             TorchDTensor.from_local(local.detach(), mesh, [Shard(1)]).requires_grad_(),
             cos,
             sin,
         ),
     }
-    best = interleaved(contenders, calls=5, blocks=100)
+    best = interleaved(contenders, calls=2, blocks=400)
     with CommTrace() as trace:
         contenders["ours"]()
     rows = [[name, us / 1000, us / best["plain"], us / best["plain + collectives"]] for name, us in best.items()]

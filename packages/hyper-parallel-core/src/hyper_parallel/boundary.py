@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.context import implicit_replication, state
 from hyper_parallel.conversion import remembered
-from hyper_parallel.dtensor import DTensor
+from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import is_replicate, is_shard
+from hyper_parallel.spec import Spec
 from hyper_parallel.structures import rebuilt
 
 
@@ -35,6 +36,7 @@ class Boundary:
             rank does different work with it, so its gradient is asked for in terms: the backward of a gather is then
             one reduce-scatter.
         given: what a plain tensor is this rank's piece of; by default ``declared``.
+        features: length of the last dim of plain tensors, where pieces of it may be uneven.
         in_flight: hand the value on while its collective is running; the first use waits.
     """
 
@@ -45,40 +47,52 @@ class Boundary:
         user: nn.Module | None = None,
         *,
         given: Any = None,
+        features: int | None = None,
         in_flight: bool = False,
     ) -> None:
         self.declared, self.mesh, self.user, self.in_flight = declared, mesh, user, in_flight
         self.given = declared if given is None else given
+        self.features = features
         self._known: dict[Layout, tuple[Layout, frozenset[int]]] = {}
+        self._plain: dict[int, tuple[Layout, int | None, bool]] = {}
 
-    def __call__(self, value: Any, shape: Sequence[int] | None = None) -> Any:
-        """The value in the declared layout; what is no tensor passes.
-
-        Args:
-            value: a DTensor, or this rank's piece.
-            shape: global shape of a plain tensor, where its pieces may be uneven.
-        """
-        if self.declared is None or not isinstance(value, torch.Tensor):
+    def __call__(self, value: Any) -> Any:
+        """The value, a DTensor or this rank's piece, in the declared layout; what is no tensor passes."""
+        if value.__class__ is not DTensor:
+            if not isinstance(value, torch.Tensor) or self.declared is None:
+                return value
+            layout, features, shared = self._plain.get(value.ndim) or self._plain_of(value.ndim)
+            shape = None if features is None else (*value.shape[:-1], features)
+            value = taken_as(value, layout, shape, shared=shared)
+        elif self.declared is None:
             return value
-        if not isinstance(value, DTensor):
-            value = taken_as(value, self._layout(self.given, value.ndim), shape)
         spec = value._spec
-        layout, varying = self._known.get(spec.layout) or self._target(value)
+        layout, varying = self._known.get(spec.layout) or self._target(spec.layout)
+        if layout is spec.layout and varying <= spec.varying:
+            return value
         if spec.varying:
             varying |= frozenset(a for a in spec.varying if is_replicate(layout.placements[a]))
         return remembered(value, layout, varying, in_flight=self.in_flight)
 
+    def _plain_of(self, ndim: int) -> tuple[Layout, int | None, bool]:
+        """What a plain tensor is taken as: its layout, the length of its last dim where that is sharded and known, and
+        whether others may move it too."""
+        layout = self._layout(self.given, ndim)
+        features = self.features if layout.shard_order[-1:] not in ((), ((),)) else None
+        moves = self._target(layout)[0] is not layout or any(is_replicate(p) for p in layout.placements)
+        self._plain[ndim] = layout, features, moves
+        return self._plain[ndim]
+
     def _layout(self, declared: Any, ndim: int) -> Layout:
         return as_layout(declared if isinstance(declared, Layout) else self.mesh, declared, ndim)
 
-    def _target(self, value: DTensor) -> tuple[Layout, frozenset[int]]:
+    def _target(self, current: Layout) -> tuple[Layout, frozenset[int]]:
         """Where a tensor in this layout has to go, and the axes on which its gradient is wanted in terms."""
-        current = value.layout
         wanted = self._layout(self.declared, current.ndim)
         names = wanted.info.names
         if wanted.info is not current.info:
             if current.info.axes_beyond(wanted.info) is None:
-                value.redistribute(wanted)  # says what is wrong
+                raise ValueError(f"a boundary on the mesh {wanted.info!r} got a tensor on the mesh {current.info!r}")
             wanted = current.with_placements(
                 {current.info.axis(n): p for n, p in zip(names, wanted.placements, strict=True)}
             )
@@ -106,6 +120,10 @@ def _sharded_axes(module: nn.Module) -> set[str]:
 # tensor itself, which would otherwise live for ever.
 _taken: Any = WeakTensorKeyDictionary()
 
+# What from_local makes of pieces of one kind, once it has checked them.
+_specs_taken: dict[Any, Spec] = {}
+_KINDS = 1024  # a full table starts afresh
+
 
 class _Alias(torch.autograd.Function):
     """The same values at the same place of the graph, as a tensor that does not refer to the input."""
@@ -119,21 +137,31 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def taken_as(local: torch.Tensor, layout: Layout, shape: Sequence[int] | None = None) -> DTensor:
+def taken_as(
+    local: torch.Tensor, layout: Layout, shape: tuple[int, ...] | None = None, *, shared: bool = True
+) -> DTensor:
     """The DTensor of which a plain tensor is this rank's piece: the same one for all who ask, so that modules which
     share a plain input share the collectives on it and on its gradient, as long as it is not written to.
 
     A leaf that wants a gradient is taken anew each time: the graph would keep it, and so what is remembered, alive.
+    So is one on which no collectives are due here (not ``shared``).
     """
     tracked = local.requires_grad and torch.is_grad_enabled()
-    if local.is_inference() or (tracked and local.is_leaf):
-        return DTensor.from_local(local, layout, shape=shape)
+    kind = (layout, shape, local.__class__, local.shape, local.stride(), local.dtype)
+    spec = _specs_taken.get(kind)
+    if spec is None:
+        if len(_specs_taken) >= _KINDS:
+            _specs_taken.clear()
+        spec = _specs_taken[kind] = DTensor.from_local(local.detach(), layout, shape=shape).spec
+    if tracked and local.is_leaf:
+        return wrap(local.view_as(local), spec)
+    if not shared or local.is_inference():
+        return wrap(local, spec)
     forms = _taken.setdefault(local, {})
-    key = (layout, None if shape is None else tuple(shape), tracked)
+    key = (spec, tracked)
     version, taken = forms.get(key, (None, None))
     if taken is None or version != local._version:
-        alias = _Alias.apply(local) if tracked else local.detach()
-        taken = DTensor.from_local(alias, layout, shape=shape)
+        taken = wrap(_Alias.apply(local) if tracked else local.detach(), spec)
         forms[key] = (local._version, taken)
     return taken
 

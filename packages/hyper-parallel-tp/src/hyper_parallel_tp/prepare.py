@@ -9,7 +9,7 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement
 from hyper_parallel.boundary import Boundary
-from hyper_parallel_tp.call_hooks import Change, change_inputs, change_outputs
+from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.local_outputs import local_piece
 from hyper_parallel_tp.style import ParallelStyle
 
@@ -38,7 +38,7 @@ def _mover(
     """What is done to one value; None where it stays as it is."""
     if given is None:
         return None
-    boundary = Boundary([given if desired is None else desired], mesh, user, given=[given], in_flight=True)
+    boundary = Boundary([given if desired is None else desired], mesh, user, given=[given], in_flight=not local)
 
     def move(module: nn.Module, value: Any) -> Any:
         value = boundary(value)

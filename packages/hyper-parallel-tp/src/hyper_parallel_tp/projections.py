@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hyper_parallel import DeviceMesh, DTensor, PackedShard, Placement, Replicate, Shard
+from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary, set_forward
 from hyper_parallel.distribute import replicate_rest
-from hyper_parallel_tp.call_hooks import change_inputs, change_outputs
-from hyper_parallel_tp.local_outputs import local_piece
+from hyper_parallel.dtensor import wrap
+from hyper_parallel.layout import as_layout
+from hyper_parallel.placements import is_partial
+from hyper_parallel.redistribute import Move, move_of, moved
+from hyper_parallel.spec import NOT_VARYING, Spec, contiguous_stride, make_spec
+from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
+from hyper_parallel_tp.local_outputs import check_pieces, local_piece
+from hyper_parallel_tp.on_pieces import compute_on_pieces, function_of_pieces
 from hyper_parallel_tp.overlapped_linear import all_gather_linear, linear_reduce_scatter
 from hyper_parallel_tp.style import ParallelStyle
 
@@ -36,6 +43,10 @@ class _ProjectionStyle(ParallelStyle):
 
     def _placements(self, layer: nn.Module) -> Mapping[str, Placement]:
         """Of the parameters of a Linear or Embedding."""
+        raise NotImplementedError
+
+    def _computed(self) -> Placement:
+        """What the product of a Linear's pieces is."""
         raise NotImplementedError
 
     def _adapter_placements(self, name: str) -> Placement:
@@ -63,23 +74,58 @@ class _ProjectionStyle(ParallelStyle):
         self.place(layer, device_mesh, self._placements(layer))
         if layer is not module:
             self._place_adapters(module, device_mesh)
-        enter = Boundary([self._input_placement(layer)], device_mesh, layer, given=[self.input_layouts], in_flight=True)
-        leave = Boundary([self.output_layouts], device_mesh, in_flight=True)
-        features = layer.in_features if isinstance(layer, nn.Linear) else None
-
-        def change_input(module: nn.Module, value: Any) -> Any:
-            return enter(value, _global_shape(value, self.input_layouts, features))
-
-        def change_output(module: nn.Module, value: Any) -> Any:
-            value = leave(value)
-            return local_piece(value, module, device_mesh) if self.use_local_output else value
-
-        change_inputs(module, [change_input])
-        change_outputs(module, [change_output])
+        compute = function_of_pieces(module) if self.overlap_pieces is None else None
         if self.overlap_pieces is not None:
             style = self
             set_forward(module, lambda layer, input: style._overlapped(input, layer))
+        enter = Boundary(
+            [self._input_placement(layer)],
+            device_mesh,
+            layer,
+            given=[self.input_layouts],
+            features=layer.in_features if isinstance(layer, nn.Linear) else None,
+            in_flight=True,
+        )
+        leave = Boundary([self.output_layouts], device_mesh, in_flight=not self.use_local_output)
+
+        def hand_out(module: nn.Module, value: Any) -> Any:
+            value = leave(value)
+            return local_piece(value, module, device_mesh) if self.use_local_output else value
+
+        change_inputs(module, [lambda module, value: enter(value)])
+        change_outputs(module, [hand_out])
+        if compute is not None and isinstance(module, nn.Linear):
+            uses = self._uses(module, device_mesh)
+            leave_piece = self._leaving(module, device_mesh, hand_out)
+            compute_on_pieces(module, compute, device_mesh, enter, leave_piece, uses)
         return module
+
+    def _uses(self, layer: nn.Linear, mesh: DeviceMesh) -> dict[str, Any]:
+        """A bias is added once: where the product is a term of a sum, so is the bias."""
+        computed = self._computed()
+        added = is_partial(computed) and layer.bias is not None
+        return {"bias": (as_layout(mesh, [computed], 1), NOT_VARYING)} if added else {}
+
+    def _leaving(self, layer: nn.Linear, mesh: DeviceMesh, hand_out: Change) -> Callable[..., Any]:
+        """From the product of the pieces of a Linear to what the style returns."""
+        computed, wanted = self._computed(), self.output_layouts
+        if self.use_local_output and wanted == computed:
+            return lambda layer, out, _: out
+
+        @functools.lru_cache(maxsize=256)
+        def way(shape: torch.Size, dtype: torch.dtype) -> tuple[Spec, Move]:
+            whole = (*shape[:-1], layer.out_features)
+            before, after = (as_layout(mesh, [placement], len(whole)) for placement in (computed, wanted))
+            if self.use_local_output:
+                check_pieces(after, whole, layer)
+            spec = make_spec(before, whole, contiguous_stride(whole), dtype)
+            return spec, move_of((before, NOT_VARYING), (after, NOT_VARYING), whole)
+
+        def leave(layer: nn.Linear, out: torch.Tensor, _: Any) -> Any:
+            spec, move = way(out.shape, out.dtype)
+            return moved(out, move) if self.use_local_output else hand_out(layer, wrap(out, spec))
+
+        return leave
 
     def _place_adapters(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """LoRA adapters beside the layer: the factor at the split side is split like the layer's weight."""
@@ -109,13 +155,6 @@ def _check_weight(style: str, layer: nn.Linear | nn.Embedding) -> None:
             f"{style} splits a parameter 'weight' of shape (..., {width}), and {type(layer).__name__} has {found}. A "
             "layer that is quantised or parametrised (weight_norm) can be held whole: NoParallel()"
         )
-
-
-def _global_shape(value: Any, given: Placement, features: int | None) -> tuple[int, ...] | None:
-    """Global shape of a plain piece of which only the features are split, perhaps unevenly."""
-    if features is None or not isinstance(value, torch.Tensor) or not isinstance(given, Shard):
-        return None
-    return (*value.shape[:-1], features) if given.dim in (-1, value.ndim - 1) else None
 
 
 class ColwiseParallel(_ProjectionStyle):
@@ -162,6 +201,9 @@ class ColwiseParallel(_ProjectionStyle):
         if isinstance(layer, nn.Embedding):
             return {"weight": _split(1, self.sections)}
         return {"weight": _split(0, self.sections), "bias": _split(0, self.sections)}
+
+    def _computed(self) -> Placement:
+        return _split(-1, self.sections)
 
     def _adapter_placements(self, name: str) -> Placement:
         return _split(0, self.sections) if name.endswith("_B") else Replicate()
@@ -210,6 +252,9 @@ class RowwiseParallel(_ProjectionStyle):
         if isinstance(layer, nn.Embedding):
             return {"weight": _split(0, self.sections)}
         return {"weight": _split(1, self.sections), "bias": Replicate()}
+
+    def _computed(self) -> Placement:
+        return Partial()
 
     def _adapter_placements(self, name: str) -> Placement:
         return _split(1, self.sections) if name.endswith("_A") else Replicate()

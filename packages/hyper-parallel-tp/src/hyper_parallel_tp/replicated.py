@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary, map_dtensors, replicate_plain_inside
 from hyper_parallel.distribute import replicate_rest
-from hyper_parallel_tp.call_hooks import change_inputs, parameter_names
-from hyper_parallel_tp.local_outputs import local_piece
+from hyper_parallel.dtensor import wrap
+from hyper_parallel.spec import Spec, contiguous_stride, make_spec
+from hyper_parallel_tp.call_changes import change_inputs, change_output, parameter_names
+from hyper_parallel_tp.local_outputs import check_pieces, local_piece
+from hyper_parallel_tp.on_pieces import Compute, compute_on_pieces, function_of_pieces
 from hyper_parallel_tp.style import ParallelStyle
 
 __all__ = ["NoParallel", "SequenceParallel"]
@@ -33,14 +39,41 @@ class SequenceParallel(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`."""
         replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+        compute = function_of_pieces(module) if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else None
         replicate_plain_inside(module)
         enter = Boundary([Shard(self.sequence_dim)], device_mesh, in_flight=True)
         change_inputs(module, [lambda module, value: enter(value)])
         if self.use_local_output:
-            module.register_forward_hook(
-                lambda module, args, output: map_dtensors(output, lambda t: local_piece(t, module, device_mesh))
+            change_output(
+                module, lambda module, output: map_dtensors(output, lambda t: local_piece(t, module, device_mesh))
             )
+        if compute is not None:
+            # Each rank sees its part of the positions, so its gradient of a parameter is one term.
+            parameters: Iterable[tuple[str, Any]] = module.named_parameters(recurse=False)
+            uses = {name: (parameter.layout, frozenset([0])) for name, parameter in parameters}
+            compute_on_pieces(module, self._by_position(compute), device_mesh, enter, self._leave, uses)
         return module
+
+    def _by_position(self, compute: Compute) -> Compute:
+        """The function of pieces of a norm; None as result where it is over the sequence as well."""
+
+        def norm(layer: Any, piece: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor | None:
+            positions = piece.ndim - len(layer.normalized_shape)
+            return compute(layer, piece, **parameters) if self.sequence_dim % piece.ndim < positions else None
+
+        return norm
+
+    def _leave(self, layer: nn.Module, out: torch.Tensor, entered: DTensor) -> torch.Tensor:
+        spec = _like(entered.spec, out.dtype)
+        if self.use_local_output:
+            check_pieces(spec.layout, spec.shape, layer)
+            return out
+        return wrap(out.contiguous(), spec)
+
+
+@lru_cache(maxsize=256)
+def _like(spec: Spec, dtype: torch.dtype) -> Spec:
+    return make_spec(spec.layout, spec.shape, contiguous_stride(spec.shape), dtype)
 
 
 class NoParallel(ParallelStyle):
@@ -77,7 +110,7 @@ class NoParallel(ParallelStyle):
         def take_plain(module: nn.Module, value: Any) -> Any:
             return value if isinstance(value, DTensor) else enter(value)
 
-        def change_output(module: nn.Module, args: Any, output: Any) -> Any:
+        def hand_out(module: nn.Module, output: Any) -> Any:
             def move(value: DTensor) -> Any:
                 value = leave(value)
                 return local_piece(value, module, device_mesh) if self.use_local_output else value
@@ -86,5 +119,5 @@ class NoParallel(ParallelStyle):
 
         first = parameter_names(module)[0][:1]
         change_inputs(module, [], dict.fromkeys(first, take_plain))  # a model may be called without it
-        module.register_forward_hook(change_output)
+        change_output(module, hand_out)
         return module

@@ -1,8 +1,13 @@
-"""Hooks on a module's inputs and outputs that keep whatever else it is called with, and returns."""
+"""Changes of a module's inputs and outputs that keep whatever else it is called with, and returns.
+
+They are part of the module's forward and no hooks: a call without hooks is the quicker one, and a user's own hooks see
+what the caller gives and gets, in whatever order they were registered.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.boundary import forward_function, set_forward
 from hyper_parallel.structures import rebuilt
 
 Change = Callable[[nn.Module, Any], Any]
@@ -45,8 +51,11 @@ def change_inputs(
             hint = f"did you mean {', '.join(near)}?" if near else f"it takes {', '.join(names)}"
             raise ValueError(f"{type(module).__name__}.forward has no argument {name!r}; {hint}")
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs, keywords = list(args), dict(kwargs)
+    inner = forward_function(module)
+
+    @functools.wraps(inner)
+    def forward(module: nn.Module, /, *args: Any, **keywords: Any) -> Any:
+        inputs = list(args)
         for index, change in enumerate(by_position):
             if change is None:
                 continue
@@ -57,7 +66,7 @@ def change_inputs(
             else:
                 raise ValueError(
                     f"{type(module).__name__}: its style lays out {len(by_position)} positional inputs, called with "
-                    f"{len(args)} and keywords {sorted(kwargs)}"
+                    f"{len(args)} and keywords {sorted(keywords)}"
                 )
         for name, change in named.items():
             if name in keywords:
@@ -65,9 +74,9 @@ def change_inputs(
             elif name in names and names.index(name) < len(inputs):
                 at = names.index(name)
                 inputs[at] = change(module, inputs[at])
-        return tuple(inputs), keywords
+        return inner(module, *inputs, **keywords)
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    set_forward(module, forward)
 
 
 def change_outputs(module: nn.Module, changes: Iterable[Change | None]) -> None:
@@ -78,7 +87,7 @@ def change_outputs(module: nn.Module, changes: Iterable[Change | None]) -> None:
     """
     wanted = list(changes)
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+    def changed(module: nn.Module, output: Any) -> Any:
         single = isinstance(output, torch.Tensor) or not isinstance(output, (tuple, list, Mapping))
         values = [output] if single else list(output.values() if isinstance(output, Mapping) else output)
         if len(values) < len(wanted):
@@ -95,4 +104,15 @@ def change_outputs(module: nn.Module, changes: Iterable[Change | None]) -> None:
             return named if type(output) is dict else type(output)(**named)
         return rebuilt(output, values)
 
-    module.register_forward_hook(hook)
+    change_output(module, changed)
+
+
+def change_output(module: nn.Module, change: Change) -> None:
+    """Change all that a module returns."""
+    inner = forward_function(module)
+
+    @functools.wraps(inner)
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return change(module, inner(module, *args, **kwargs))
+
+    set_forward(module, forward)
