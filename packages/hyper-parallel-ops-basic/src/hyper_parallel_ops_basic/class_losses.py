@@ -54,6 +54,38 @@ class ClassLoss(StrategyOp):
         """Strategies that shard the classes."""
         raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define class_rows")
 
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        layout, shape = targets[call.index("input") or 0], tuple(call.spec("input").shape)
+        dim = class_dim(shape)
+        classes = ClassShard.of(layout, shape, dim, weight_is_sharded(call, targets))
+        over_batch = OverAxes(layout, [d for d in range(len(shape)) if d != dim])
+        if not classes.over and not over_batch:
+            return None
+        dense, reduction, elements = self.has_probabilities(call), reduction_of(call.arg), _elements(shape, dim)
+        parsed, losses_of = self._parsed, self.losses_of
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            x, target, ignored = given["input"], given["target"], given.setdefault("ignore_index", -100)
+            unknown = None if dense else unknown_targets(target, ignored, shape[dim])
+            if unknown is not None:
+                given["target"] = target.masked_fill(unknown, ignored)
+            losses, weights = losses_of(given, classes)
+            return reduced_losses(losses, weights, reduction, over_batch, elements, unknown).to(loss_dtype(x))
+
+        return local
+
+    def losses_of(self, given: dict[str, Any], classes: ClassShard) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss of each element that this rank holds, and what each counts in a mean (None: all alike).
+
+        Args:
+            given: the local arguments by name; targets that are no class are ignored ones here.
+            classes: what this rank holds of the classes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define losses_of")
+
 
 class CrossEntropy(ClassLoss):
     """``F.cross_entropy``.
@@ -80,35 +112,13 @@ class CrossEntropy(ClassLoss):
         target: Placement = S(classes) if self.has_probabilities(call) else Replicate()
         yield Strategy({"input": S(classes), "target": target, "weight": weight_placement(call)}, Replicate())
 
-    def local_function(
-        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
-    ) -> Callable[..., Any] | None:
-        layout = targets[call.index("input") or 0]
-        shape, dense = tuple(call.spec("input").shape), self.has_probabilities(call)
-        dim = class_dim(shape)
-        over, over_batch = OverAxes(layout, [dim]), OverAxes(layout, [d for d in range(len(shape)) if d != dim])
-        reduction = reduction_of(call.arg)
-        if not over and not over_batch:
-            return None
-        classes = ClassShard.of(layout, shape, dim, weight_is_sharded(call, targets))
-        parsed, elements = self._parsed, _elements(shape, dim)
-
-        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
-            x, target, weight = given["input"], given["target"], given.get("weight")
-            ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
-            unknown = None if dense else unknown_targets(target, ignored, shape[dim])
-            target = target if unknown is None else target.masked_fill(unknown, ignored)
-            if over:
-                losses, weights = class_parallel_losses(x, target, weight, classes, ignored, smoothing)
-            else:
-                losses = F.cross_entropy(
-                    x, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
-                )
-                weights = None if dense else _weights(target, weight, ignored, losses.dtype)
-            return reduced_losses(losses, weights, reduction, over_batch, elements, unknown).to(loss_dtype(x))
-
-        return local
+    def losses_of(self, given: dict[str, Any], classes: ClassShard) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, target, weight, ignored = given["input"], given["target"], given.get("weight"), given["ignore_index"]
+        smoothing = given.get("label_smoothing", 0.0)
+        if classes.over:
+            return class_parallel_losses(x, target, weight, classes, ignored, smoothing)
+        losses = F.cross_entropy(x, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
+        return losses, None if target.shape == x.shape else _weights(target, weight, ignored, losses.dtype)
 
 
 class NLLLoss(ClassLoss):
@@ -129,39 +139,18 @@ class NLLLoss(ClassLoss):
         row = {"input": S(class_dim(call.spec("input").shape)), "weight": weight_placement(call)}
         yield Strategy(row, Partial())
 
-    def local_function(
-        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
-    ) -> Callable[..., Any] | None:
-        layout = targets[call.index("input") or 0]
-        shape = tuple(call.spec("input").shape)
-        dim = class_dim(shape)
-        over, over_batch = OverAxes(layout, [dim]), OverAxes(layout, [d for d in range(len(shape)) if d != dim])
-        reduction = reduction_of(call.arg)
-        if not over and not over_batch:
-            return None
-        classes = ClassShard.of(layout, shape, dim, weight_is_sharded(call, targets))
-        parsed, elements = self._parsed, _elements(shape, dim)
-
-        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
-            x, target, weight = given["input"], given["target"], given.get("weight")
-            ignored = given.get("ignore_index", -100)
-            unknown = unknown_targets(target, ignored, shape[dim])
-            target = target.masked_fill(unknown, ignored)
-            valid = target != ignored
-            if weight is not None and classes.weight_sharded:
-                every = weight.detach().expand(*target.shape, -1)
-                weights = torch.where(valid, over.sum(_picked(every, target, target.ndim, classes.held)), 0)
-            else:
-                weights = _weights(target, weight, ignored, x.dtype)
-            if over:
-                # Where, and not times zero: the gradient of a mean over nothing is 0 and not NaN.
-                losses = torch.where(valid, -_picked(x, target, dim, classes.held) * weights, 0)
-            else:
-                losses = F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none")
-            return reduced_losses(losses, weights, reduction, over_batch, elements, unknown).to(loss_dtype(x))
-
-        return local
+    def losses_of(self, given: dict[str, Any], classes: ClassShard) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, target, weight, ignored = given["input"], given["target"], given.get("weight"), given["ignore_index"]
+        valid = target != ignored
+        if weight is not None and classes.weight_sharded:
+            every = weight.detach().expand(*target.shape, -1)
+            weights = torch.where(valid, classes.over.sum(_picked(every, target, target.ndim, classes.held)), 0)
+        else:
+            weights = _weights(target, weight, ignored, x.dtype)
+        if not classes.over:
+            return F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none"), weights
+        # Where, and not times zero: the gradient of a mean over nothing is 0 and not NaN.
+        return torch.where(valid, -_picked(x, target, classes.dim, classes.held) * weights, 0), weights
 
 
 def weight_placement(call: Call) -> Placement:
