@@ -4,7 +4,7 @@ Real gloo ranks, one pool per contender, so that nobody inherits another's memor
 of rank 0 grows by over forward and backward, inputs not included, in MB and in multiples of the local scores (float32).
 Time is CPU time of rank 0, the least of several runs: wall-clock would tell how many ranks share a core.
 
-    python benchmarks/bench_loss.py [--tokens 1024] [--vocabulary 32768] [--features 256] [--ranks 4]
+    python benchmarks/bench_loss.py [--tokens 1024] [--vocabulary 32768] [--features 256] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def resident(field: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for option, value in (("tokens", 1024), ("vocabulary", 32768), ("features", 256), ("ranks", 4)):
+    for option, value in (("tokens", 1024), ("vocabulary", 32768), ("features", 256), ("ranks", 2)):
         parser.add_argument(f"--{option}", type=int, default=value)
     arguments = parser.parse_args()
     # Large tensors are given back to the system when they die, so that the resident set is what is alive.

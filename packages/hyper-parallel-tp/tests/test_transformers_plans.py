@@ -152,12 +152,15 @@ def test_a_plan_that_the_user_gave_the_model():
 
 def test_every_rule_becomes_a_style():
     """Of a mixture of experts, on the meta device: what is parallelised how."""
-    plan = transformers_plan(build("Qwen3Moe", device="meta"))
+    model = build("Qwen3Moe", device="meta")
+    plan = transformers_plan(model)
     assert isinstance(plan["model.layers.0.self_attn"], AttentionParallel)
     assert not any(name.endswith(("q_proj", "q_norm", "mlp.gate")) for name in plan)
     experts = plan["model.layers.1.mlp.experts"]
     assert isinstance(experts, LocalCompute)
     assert experts.parameters == {"gate_up_proj": PackedShard(1, (16, 16)), "down_proj": Shard(2)}
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts.gate_up_proj": "colwise"}  # as Inkling has it
+    assert transformers_plan(model)["model.layers.1.mlp.experts"].parameters == experts.parameters
     assert isinstance(plan["lm_head"], ColwiseParallel)
     assert isinstance(plan[""], NoParallel)
     assert transformers_plan(Mlp()) is None

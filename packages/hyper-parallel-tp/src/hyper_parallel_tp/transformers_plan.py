@@ -68,6 +68,7 @@ def transformers_plan(model: nn.Module) -> dict[str, ParallelStyle] | None:
     for name, rule in found.items():
         if name in parameters:
             owner, _, leaf = name.rpartition(".")
+            rule = _of_experts(modules[owner], leaf, rule)
             placement = _parameter_placement(model, name, rule, parameters[name])
             own.setdefault(owner, {})[leaf] = placement
     for name, rule in found.items():
@@ -114,6 +115,13 @@ def _is_attention(parent: nn.Module, name: str, found: Mapping[str, str]) -> boo
     if not isinstance(getattr(parent, "head_dim", None), int):
         return False
     return all(found.get(f"{name}.{projection}") == rule for projection, rule in ATTENTION.items())
+
+
+def _of_experts(owner: nn.Module, name: str, rule: str) -> str:
+    """Gate and up in one weight of experts are split each by itself, also where a plan forgets it (Inkling's): else one
+    rank would have all of gate and another all of up."""
+    packed = name.startswith("gate_up_proj") and getattr(owner, "is_concatenated", False)
+    return "packed_colwise" if packed and rule == "colwise" else rule
 
 
 def _parameter_placement(model: nn.Module, name: str, rule: str, parameter: nn.Parameter) -> Placement:
