@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hyper_parallel.families.elementwise import Elementwise
 from hyper_parallel.op import FunctionOp
 from hyper_parallel.strategy import LayoutOp, P, R, S
 from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, RanksFailed, check_op, sample, tensor
+from hyper_parallel.testing.checking import check_cases
 from hyper_parallel.testing.function_operators import Rows, distributed
 
 SRC = Path(__file__).parents[1] / "src"
@@ -92,6 +94,46 @@ def refusing(x):
     return x * 2
 
 
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def transposed_in_place(x):
+    return x.t().contiguous()
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def changes_its_input(x):
+    with torch.no_grad():
+        x.mul_(2)
+    return x * 1
+
+
+def in_a_copy(x):
+    return x.detach() * 2
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0), S(0)], S(0))])
+def has_one_input(x):
+    return x * 2
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], (S(0), S(0)))])
+def has_one_result(x):
+    return x * 2
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def ends_the_process(x):
+    if torch.distributed.is_initialized() and len(x) == 3:
+        os._exit(3)
+    return x * 2
+
+
+@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+def never_returns(x):
+    if torch.distributed.is_initialized() and len(x) == 3:
+        time.sleep(100)
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
@@ -99,6 +141,11 @@ def refusing(x):
         (exp_of_partial, (tensor(4),), "values differ"),
         (sum_without_reduction, (tensor(4, 3),), "values differ"),
         (shadowed_strategy, (tensor(4),), "another strategy with the same inputs comes first"),
+        (
+            changes_its_input,
+            (tensor(4, grad=False),),
+            "a second identical call: .* changes its inputs, on one device too",
+        ),
         (refusing, (tensor(4),), "refused, although redistribution is allowed"),
         (refusing, (tensor(4),), "must be the standard RedistributionError"),
     ],
@@ -137,6 +184,12 @@ def test_reference_decides(ranks):
         check_op(ranks, right_exp, tensor(2, 3), meshes=ONE, declared=OpUnderTest(right_exp, reference=plain_mean))
 
 
+def test_changed_input_is_found(ranks):
+    declared = OpUnderTest(changes_its_input, reference=in_a_copy)
+    with pytest.raises(ConformanceError, match="input 0 after the call, this rank's piece: 2 of 2 values differ"):
+        check_op(ranks, changes_its_input, tensor(4, grad=False), meshes=ONE, declared=declared)
+
+
 def is_sharded(layouts):
     return any(isinstance(p, Shard) for p in layouts[0].placements)
 
@@ -149,9 +202,34 @@ def test_declarations_are_checked(ranks):
     check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp))
 
 
-def test_error_on_one_rank_names_the_case(ranks):
-    with pytest.raises(RanksFailed, match=r"(?s)cannot take a single row.*mesh 2, .* input 0: S\(0\)"):
-        check_op(ranks, raises_on_shards, tensor(3), meshes=ONE)
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (raises_on_shards, tensor(3), r"rank 1: RuntimeError: cannot take a single row\n"),
+        (transposed_in_place, tensor(4, 3), r"rank 0: output 0 \(S\(0\)\): shape of the local tensor is \(3, 2\)"),
+        (ends_the_process, tensor(5), "rank 0: the process ended with exit code 3"),
+        (never_returns, tensor(5), r"rank.* did not return within 8 s.*in never_returns"),
+    ],
+    ids=["raises", "wrong piece", "dies", "hangs"],
+)
+def test_case_that_does_not_end_comes_first_in_the_report(ranks, function, given, message):
+    """The case, what was wrong, the traceback or the stacks, and a program: also where a rank died or hangs."""
+    case = r"  mesh 2, policy strict, input 0: S\(0\).*\[a listed strategy\]\n *"
+
+    def impatient(n, fn, *args):
+        return ranks(n, fn, *args, timeout=8 if (fn, function) == (check_cases, never_returns) else 120)
+
+    with pytest.raises(RanksFailed, match=f"(?s)^{case}{message}.*print\\(dist.get_rank\\(\\), x0.grad\\)$"):
+        check_op(impatient, function, given, meshes=ONE)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(has_one_input, "but the call has 1 tensor inputs"), (has_one_result, "but the call has 1 results")],
+)
+def test_strategy_of_another_length_is_found(ranks, function, message):
+    with pytest.raises(RanksFailed, match=rf"the rule of {function.__name__} lists Strategy.*, {message}"):
+        check_op(ranks, function, tensor(4), meshes=ONE)
 
 
 def test_form_that_does_not_write_is_found(ranks):
@@ -362,56 +440,66 @@ def cumsum_rows(x):
     return x.cumsum(1)
 
 
-OPERATOR = """\
-import torch
-from hyper_parallel import Strategy
-from hyper_parallel.strategy import S
-from hyper_parallel.testing import OpConformance, sample, tensor
-from hyper_parallel.testing.function_operators import Rows, distributed
-
 @distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
 def scaled(x):
     return x / x.shape[0]
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def doubled(x):
-    return x * 2
-"""
+
+class Scaled(OpConformance):
+    op = scaled
+    samples = (sample(tensor(2, low=1, high=1.0001)),)
 
 
 def test_reproduction_runs_as_printed(ranks, tmp_path):
-    """Pasted into a file beside the test and started as its first line says, it shows the wrong value."""
-    (tmp_path / "test_scaled.py").write_text(
-        OPERATOR + "class TestScaled(OpConformance):\n"
-        "    op = scaled\n    samples = [sample(tensor(2, low=1, high=1.0001))]\n    meshes = [(2,)]\n"
-    )
-    out = _pytest(tmp_path)
-    assert "1 failed" in out, out
-    lines = [line.removeprefix("    ") for line in out[out.index("# torchrun") :].splitlines()]
-    program = lines[: next(i for i, line in enumerate(lines) if line.startswith("print(")) + 1]
+    """Saved beside the test and started as its first line says, it shows the wrong value."""
+    with pytest.raises(pytest.fail.Exception) as caught:
+        Scaled().test_layouts(ranks, (0, (2,), True))
+    report = str(caught.value)
+    program = [line.removeprefix("    ") for line in report[report.index("# torchrun") :].split("\n\n")[0].splitlines()]
     (tmp_path / "reproduce.py").write_text("\n".join(program))
     command = program[0].removeprefix("# torchrun ").split()
+    path = os.pathsep.join([str(SRC), str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command],
-        env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "local=tensor([1.00" in done.stdout, done.stdout + done.stderr  # one device gives 0.5
+    # One device gives 0.5, and half of that gradient.
+    assert "local=tensor([1.00" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("DTensor(shape=(2,)") == 4, done.stdout
 
 
-def test_declared_gap_that_works_is_a_failure(tmp_path):
-    (tmp_path / "test_doubled.py").write_text(
-        OPERATOR + "class TestDoubled(OpConformance):\n"
-        "    op = doubled\n    samples = [sample(tensor(4))]\n    meshes = [(2,)]\n    gaps = {'4-*': 'not yet'}\n"
-    )
-    out = _pytest(tmp_path)
-    assert "[XPASS(strict)] not yet" in out, out
+class Collected:
+    """What pytest gives to ``pytest_generate_tests``."""
+
+    fixturenames = ("conformance_case",)
+
+    def parametrize(self, name, given):
+        self.given = given
 
 
-def _pytest(folder):
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        env={**os.environ, "PYTHONPATH": str(SRC)}, cwd=folder, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    return done.stdout
+def test_declared_gap_is_a_strict_xfail():
+    """So that one that works is a failure."""
+    attributes = {"op": right_exp, "samples": (sample(tensor(4)),), "meshes": ((2,), (4,)), "gaps": {"4-2": "not yet"}}
+    collected = Collected()
+    type("Declared", (OpConformance,), attributes)().pytest_generate_tests(collected)
+    assert [[(m.name, m.kwargs) for m in given.marks] for given in collected.given] == [
+        [("xfail", {"reason": "not yet", "strict": True})],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({}, "has no op"),
+        ({"op": right_exp}, r"samples must list calls, .* got \(\)"),
+        ({"op": right_exp, "samples": sample(tensor(4))}, "samples must list calls"),
+        ({"op": right_exp, "samples": (sample(tensor(4)),), "gaps": {"5-*": ""}}, r"'5-\*' is none of 4-2, 4-4, 4-2x2"),
+    ],
+    ids=["no op", "no samples", "no comma", "stray gap"],
+)
+def test_declaration_that_tests_nothing_is_an_error(attributes, message):
+    with pytest.raises(pytest.fail.Exception, match=message):
+        type("Declared", (OpConformance,), attributes)().pytest_generate_tests(Collected())

@@ -202,15 +202,23 @@ class Row:
                 index = call.index(name)
                 if index is not None:
                     inputs[index] = placement
+        elif len(strategy.inputs) > len(call.inputs):
+            raise _wrong_count(call, strategy, f"{len(call.inputs)} tensor inputs")
         else:
             inputs = [*strategy.inputs, *[R] * (len(call.inputs) - len(strategy.inputs))]
         given = strategy.outputs
         outputs = tuple(given) if isinstance(given, (tuple, list)) else (given,) * count
+        if len(outputs) != count:
+            raise _wrong_count(call, strategy, f"{count} results, says num_outputs")
         invariant = op.positions(call, strategy.invariant) if strategy.invariant else _NONE
         return cls(tuple(inputs), outputs, invariant)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return f"{', '.join(map(short, self.inputs))} -> {', '.join(map(short, self.outputs))}"
+
+
+def _wrong_count(call: Call, strategy: Strategy, right: str) -> TypeError:
+    return TypeError(f"the rule of {call.name} lists {strategy}, but the call has {right}")
 
 
 class _Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,6 +23,8 @@ from hyper_parallel.testing.findings import Findings
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
 from hyper_parallel.testing.layouts import Case
 from hyper_parallel.testing.placing import make, piece_of
+from hyper_parallel.testing.progress import busy_with
+from hyper_parallel.testing.reproduction import title
 from hyper_parallel.testing.strategy_rows import CallRecorder, not_taken
 
 Policy = Literal["partial", "auto", "strict"]
@@ -55,12 +57,14 @@ class OpUnderTest:
 
 @dataclass
 class Expected:
-    """The result on one device: outputs (flattened), random gradients for them, and the gradients of the inputs."""
+    """What one device gives: outputs (flattened), random gradients for them, the gradients of the inputs, and the
+    inputs after the call."""
 
     outputs: list[Any]
     structure: pytree.TreeSpec
     seeds: list[torch.Tensor | None]
     grads: list[torch.Tensor | None]
+    inputs: list[torch.Tensor]
 
 
 class CaseRunner:
@@ -111,13 +115,12 @@ class CaseRunner:
     def _expected(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Expected]:
         """Values as they lie in memory, and the result; contiguous when the operator itself needs it (``view``)."""
         turned = [_transposed(v) if p.transposed else v for v, p in zip(values, self.case.inputs, strict=True)]
-        try:
+        with suppress(RuntimeError):
             return turned, self._on_one_device(turned)
-        except RuntimeError:
-            return list(values), self._on_one_device(values)
+        return list(values), self._on_one_device(values)
 
     def _on_one_device(self, values: Sequence[torch.Tensor]) -> Expected:
-        leaves = [v.detach().requires_grad_(p.grad) for v, p in zip(values, self.case.inputs, strict=True)]
+        leaves = [v.detach().clone().requires_grad_(p.grad) for v, p in zip(values, self.case.inputs, strict=True)]
         outputs, structure = pytree.tree_flatten(self.call(self.op.on_plain, leaves))
         generator = torch.Generator().manual_seed(2000)
         seeds = [torch.randn(o.shape, generator=generator, dtype=o.dtype) if _has_grad(o) else None for o in outputs]
@@ -126,6 +129,7 @@ class CaseRunner:
             structure,
             seeds,
             _gradients(outputs, seeds, leaves),
+            [leaf.detach() for leaf in leaves],
         )
 
     # -- on the mesh ----------------------------------------------------------------------------------------------
@@ -144,6 +148,7 @@ class CaseRunner:
             like: specs that an earlier run gave; where they come out again, the gradients were checked then.
         """
         self.policy = policy
+        busy_with(title(self.mesh.shape, self.case, policy))
         leaves = self.leaves()
         must_refuse = self._declared_unsupported()
         recorder = CallRecorder()
@@ -160,6 +165,7 @@ class CaseRunner:
                 return []
             if self.case.outputs is not None:
                 self.note(not_taken(recorder, leaves, self.case.outputs))
+        self._check_inputs(leaves)
         if policy == "partial":
             self._check_collectives(trace)
         outputs = self._compare_structure(result)
@@ -177,6 +183,13 @@ class CaseRunner:
                 with redistribute_policy(policy):
                     self._check_cache(leaves, outputs)
         return specs
+
+    def _check_inputs(self, leaves: Sequence[DTensor]) -> None:
+        """Inputs are as after the call on one device: most are unchanged, statistics may be updated."""
+        for index, (leaf, after) in enumerate(zip(leaves, self.expected.inputs, strict=True)):
+            if not leaf.layout.is_partial():
+                label = f"input {index} after the call, this rank's piece"
+                self.note(self._difference(label, leaf._local.detach(), piece_of(after, leaf.layout)))
 
     def _wrong_refusal(self, error: ValueError) -> str:
         if self.case.outputs is not None:
@@ -300,7 +313,14 @@ class CaseRunner:
         for index, (a, b) in enumerate(zip(before, again, strict=True)):
             if isinstance(a, DTensor):
                 label = f"output {index} of a second identical call"
-                self.note(self._difference(label, b._resolve().detach(), a._resolve().detach()))
+                problem = self._difference(label, b._resolve().detach(), a._resolve().detach())
+                if problem is not None and self._changes_inputs():
+                    problem += "; the call changes its inputs, on one device too"
+                self.note(problem)
+
+    def _changes_inputs(self) -> bool:
+        pairs = zip(self.expected.inputs, self.values, strict=True)
+        return any(self._difference("", after, before) is not None for after, before in pairs)
 
     # -- what the author declared ---------------------------------------------------------------------------------
 

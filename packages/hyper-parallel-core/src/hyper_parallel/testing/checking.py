@@ -17,6 +17,7 @@ from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import Replicate
 from hyper_parallel.strategy import Row
 from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest
+from hyper_parallel.testing.failures import CaseFailed
 from hyper_parallel.testing.findings import Findings, Problem
 from hyper_parallel.testing.inputs import Sample
 from hyper_parallel.testing.layouts import Case
@@ -36,10 +37,6 @@ class Outcome:
 
 
 RUNNERS: dict[str, type[CaseRunner]] = {"layouts": CaseRunner, "inplace": InPlaceRunner, "out": OutRunner}
-
-
-class CaseFailed(AssertionError):
-    """A case ended in an exception that is no refusal. ``str()`` names the case."""
 
 
 def listed_rows(func: Callable[..., Any], sample: Sample, values: Sequence[torch.Tensor], mesh_shape: Any) -> list[Row]:
@@ -70,7 +67,9 @@ def check_cases(
             runner.run()
         except Exception as error:
             policy = "strict" if runner is None else runner.policy  # a strategy for a dim that the input does not have
-            raise CaseFailed(f"{title(mesh_shape, case, policy)}\n{type(error).__name__}: {error}") from error
+            found = [p.text for p in findings.problems if (p.case, p.policy) == (case, policy)]
+            name = title(mesh_shape, case, policy)
+            raise CaseFailed("\n".join([name, *found, f"{type(error).__name__}: {error}"])) from error
         refused += runner.refused
     findings.settle()
     return Outcome(len(cases), refused, findings.problems)

@@ -83,14 +83,19 @@ class OpConformance:
         if "conformance_case" not in metafunc.fixturenames:
             return
         cls = type(self)
+        _check_declarations(cls)
         ids = _unique([s.id for s in cls.samples])
-        given = []
+        given, names = [], []
         for index, one in enumerate(cls.samples):
             for mesh in cls.meshes:
                 name = f"{ids[index]}-{'x'.join(map(str, mesh))}"
+                names.append(name)
                 reason = one.gap or next((r for p, r in cls.gaps.items() if fnmatchcase(name, p)), None)
                 marks = () if reason is None else (pytest.mark.xfail(reason=reason, strict=True),)
                 given.append(pytest.param((index, mesh, reason is None), id=name, marks=marks))
+        for pattern in cls.gaps:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                pytest.fail(f"{cls.__name__}.gaps: {pattern!r} is none of {', '.join(names)}", pytrace=False)
         metafunc.parametrize("conformance_case", given)
 
     def test_layouts(self, ranks: Ranks, conformance_case: ConformanceCase) -> None:
@@ -187,6 +192,17 @@ def _check_class(
         func, reference = _inplace_form(owner.inplace), None
     op = OpUnderTest(func, reference, owner.unsupported, owner.max_collectives, owner.rtol, owner.atol)
     return check_cases(op, owner.samples[index], values, mesh, cases, form)
+
+
+def _check_declarations(cls: type[OpConformance]) -> None:
+    if not hasattr(cls, "op"):
+        pytest.fail(f"{cls.__name__} has no op: give the function that it tests", pytrace=False)
+    samples = cls.samples
+    if isinstance(samples, Sample) or not samples or not all(isinstance(s, Sample) for s in samples):
+        pytest.fail(
+            f"{cls.__name__}.samples must list calls, as in (sample(tensor(4, 6), dim=0),), got {samples!r}",
+            pytrace=False,
+        )
 
 
 def _inplace_form(inplace: str | Callable[..., Any] | None) -> Callable[..., Any]:

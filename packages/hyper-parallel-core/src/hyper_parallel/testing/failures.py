@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,28 @@ class RankFailure:
     traceback: str
 
 
+class CaseFailed(AssertionError):
+    """A case of the conformance kit ended in an exception that is no refusal, its ``__cause__``. ``str()`` names the
+    case, what had been found before, and the exception."""
+
+
+def described(error: BaseException) -> RankFailure:
+    """An exception as text, without the frames of the kit that led to the author's code."""
+    shown = error.__cause__ or error if isinstance(error, CaseFailed) else error
+    text = "".join(traceback.format_exception(type(shown), shown, _without_own_frames(shown.__traceback__)))
+    name, module = type(error).__qualname__, type(error).__module__
+    return RankFailure(name if module == "builtins" else f"{module}.{name}", str(error), text)
+
+
+def _without_own_frames(frames: TracebackType | None) -> TracebackType | None:
+    own = os.path.dirname(__file__)
+    inner = frames
+    while inner is not None and os.path.dirname(inner.tb_frame.f_code.co_filename) == own:
+        inner = inner.tb_next
+    # An error of the kit itself has only own frames, and then they are what the reader needs.
+    return inner if inner is not None else frames
+
+
 class RanksFailed(AssertionError):
     """At least one rank raised or died. ``failures`` maps its number to a `RankFailure`; ``str()`` shows them all."""
 
@@ -29,6 +54,15 @@ class RanksFailed(AssertionError):
         self.failures = dict(failures)
         self.note = note
         super().__init__(self._describe())
+
+    def texts(self) -> list[str]:
+        """What the ranks said, and what was found out about those that did not answer."""
+        return [*(failure.message for failure in self.failures.values()), self.note]
+
+    def within(self, before: str, after: str) -> RanksFailed:
+        """The same error with text around what it says."""
+        self.args = ("\n".join(filter(None, [before, str(self), after])),)
+        return self
 
     def _describe(self) -> str:
         # Ranks that failed alike are shown once: four copies of one traceback hide what is different.
@@ -53,6 +87,9 @@ class RanksTimedOut(RanksFailed):
         parts += [f"--- rank {rank} was here ---\n{text.rstrip()}" for rank, text in sorted(stacks.items())]
         self._text = "\n".join(parts)
         super().__init__(world_size, {})
+
+    def texts(self) -> list[str]:
+        return list(self.stacks.values())
 
     def _describe(self) -> str:
         return self._text

@@ -175,8 +175,8 @@ class WorkerPool:
         failures = {number: reply.failure for number, reply in replies.items() if reply.kind == RAISED}
         skips = [reply.failure.message for reply in replies.values() if reply.kind == SKIPPED]
         late = [rank for rank in self._ranks if rank.number not in replies]
+        stacks = _dump_stacks(late)
         if late and not failures and not skips:
-            stacks = _dump_stacks(late)
             self.stop()
             raise RanksTimedOut(self.world_size, timeout, stacks, sorted(replies))
         if late or not _agree(replies.values()) or max(reply.groups for reply in replies.values()) > MAX_GROUPS:
@@ -186,6 +186,7 @@ class WorkerPool:
             note = ""
             if late:
                 note = f"{name_ranks([rank.number for rank in late])} had not ended {GRACE:g} s later and were stopped"
+                note = "\n".join([note, *(f"--- rank {r} was here ---\n{text.rstrip()}" for r, text in stacks.items())])
             raise RanksFailed(self.world_size, failures, note)
         if skips:
             raise RanksSkipped(skips[0])
@@ -239,7 +240,9 @@ class _Rank:
                 text = f"the process was ended by {signal.Signals(-code).name}"
             else:
                 text = f"the process ended with exit code {code}"
-            return Reply(RAISED, failure=RankFailure("died", text, f"{text}\n{self.read_output()}"))
+            with open(self.setup.stacks_file, encoding="utf-8") as file:
+                message = f"{file.read().rstrip()}\n{text}".lstrip()
+            return Reply(RAISED, failure=RankFailure("died", message, f"{text}\n{self.read_output()}"))
 
     def read_output(self) -> str:
         """What the rank has printed since the last call."""
@@ -270,7 +273,7 @@ def _dump_stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
             os.kill(rank.pid, signal.SIGUSR1)
     stacks = {}
     for rank in ranks:
-        threads = _read_when_quiet(rank.setup.stacks_file).split("\n\n")
+        threads = _read_when_quiet(rank.setup.stacks_file).split("\n\n")  # before them, what the rank is busy with
         own = "in wait_for_the_end_of_the_parent"  # the worker's watchdog, which the reader need not see
         stacks[rank.number] = "\n\n".join(thread for thread in threads if own not in thread)
     return stacks
@@ -284,7 +287,7 @@ def _read_when_quiet(path: str, patience: float = 3.0) -> str:
         time.sleep(0.1)
         with open(path, encoding="utf-8", errors="replace") as file:
             latest = file.read()
-        if latest and latest == text:
+        if latest == text and "most recent call first" in latest:
             break
         text = latest
     return text or "(it gave no stacks)\n"

@@ -23,6 +23,11 @@ from hyper_parallel.testing import make, tensor
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", {shape}, mesh_dim_names={names})"""
 
+_BACKWARD = """\
+outs = [o for o in torch.utils._pytree.tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad]
+torch.manual_seed(0)
+torch.autograd.backward(outs, [torch.randn(o.shape, dtype=o.dtype) for o in outs])"""
+
 
 def reproduction(
     func: Callable[..., Any],
@@ -54,6 +59,9 @@ def reproduction(
     lines.append(f"with redistribute_policy({policy!r}):")
     lines.append(f"    out = {op_name}({', '.join(shown)})")
     lines.append("print(dist.get_rank(), out)")
+    wanted = [f"x{index}.grad" for index, placed in enumerate(case.inputs) if placed.grad]
+    if wanted:
+        lines += [_BACKWARD, f"print(dist.get_rank(), {', '.join(wanted)})"]
     return "\n".join(lines)
 
 
@@ -71,8 +79,8 @@ def _source(value: Any) -> str:
 
 def _op_source(func: Callable[..., Any], owner: type | None) -> tuple[str, str]:
     name = display_name(func)
-    if name.startswith("torch.") and "<" not in name:
-        return "", name
+    if name.startswith("torch.") and "<" not in name and not (owner is not None and name.startswith("torch.ops.")):
+        return "", name  # an operator of torch.ops is there only when its module is imported, which the test does
     if owner is not None:
         return f"from {owner.__module__.rpartition('.')[2]} import {owner.__name__}", f"{owner.__name__}.op"
     module, _, short = name.rpartition(".")

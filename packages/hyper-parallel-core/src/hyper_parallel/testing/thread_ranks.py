@@ -12,6 +12,7 @@ needs processes.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 import traceback
@@ -26,8 +27,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from hyper_parallel import comm_trace, dispatcher, mesh
-from hyper_parallel.testing import placing
-from hyper_parallel.testing.failures import RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
+from hyper_parallel.testing import placing, progress
+from hyper_parallel.testing.failures import RankFailure, RanksFailed, RanksSkipped, RanksTimedOut, described
 from hyper_parallel.testing.turns import Turns
 
 __all__ = ["run_on_threads"]
@@ -112,12 +113,13 @@ def run_on_threads(
             if rank.failure is not None:
                 deadline = min(deadline, time.monotonic() + GRACE)
         late = [rank for rank in ranks if rank.thread.is_alive()]
+        stacks = {rank.number: rank.stack() for rank in late}
         if late:
             group.exception_handle(TimeoutError())  # ends those that wait in a collective; others cannot be ended
             turns.stop()
         for rank in late:
             rank.thread.join(GRACE)
-    return _judged(ranks, late, timeout)
+    return _judged(ranks, stacks, timeout)
 
 
 class _Rank:
@@ -155,25 +157,28 @@ class _Rank:
             if isinstance(error, unittest.SkipTest) or type(error).__name__ == "Skipped":
                 self.skip = str(error)
             else:
-                name = type(error).__qualname__
-                module = type(error).__module__
-                text = "".join(traceback.format_exception(error))
-                self.failure = RankFailure(name if module == "builtins" else f"{module}.{name}", str(error), text)
+                self.failure = described(error)
             cancel_others(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
+    def stack(self) -> str:
+        """Where the thread is, after what it is busy with."""
+        assert self.thread.ident is not None
+        frame = sys._current_frames().get(self.thread.ident)
+        return "\n".join([progress.of_thread(self.thread.ident), "".join(traceback.format_stack(frame))])
 
-def _judged(ranks: Sequence[_Rank], late: Sequence[_Rank], timeout: float) -> list[Any]:
+
+def _judged(ranks: Sequence[_Rank], stacks: Mapping[int, str], timeout: float) -> list[Any]:
     failures = {rank.number: rank.failure for rank in ranks if rank.failure is not None}
     cancelled = sum(rank.is_cancelled for rank in ranks)
     if failures:
         note = f"{cancelled} more were waiting in a collective and were stopped" if cancelled else ""
         raise RanksFailed(len(ranks), failures, note)
-    if late:
-        finished = [rank.number for rank in ranks if rank not in late]
-        raise RanksTimedOut(len(ranks), timeout, {rank.number: "(a thread)" for rank in late}, finished)
+    if stacks:
+        finished = [rank.number for rank in ranks if rank.number not in stacks]
+        raise RanksTimedOut(len(ranks), timeout, stacks, finished)
     skips = [rank.skip for rank in ranks if rank.skip is not None]
     if skips:
         raise RanksSkipped(skips[0])

@@ -36,7 +36,7 @@ class Failure:
         case, policy: the first one.
         lines: what was found there.
         error: an exception that was no refusal, instead.
-        count: number of cases, each under one policy.
+        count: number of cases.
         titles: some of them.
     """
 
@@ -88,15 +88,15 @@ class Trial:
         if failure is None:
             return
         small = None
-        if self.shrinks:
+        if self.shrinks and not isinstance(failure.error, RanksTimedOut):
             small = self._smallest(space.strategy() if failure.case.outputs is None else self._of_any(combinations))
         found = small or failure
         program = reproduction(
             self.func, self.owner, self.sample, (self.mesh, mesh_names(self.mesh)), found.case, found.policy
         )
-        lines = ["", "as a program:", "", *("    " + line for line in program.splitlines())]
+        lines = ["", "as a program, to save beside the test:", "", *("    " + line for line in program.splitlines())]
         if found.error is not None:
-            raise RanksFailed(found.error.world_size, found.error.failures, "\n".join([found.error.note, *lines]))
+            raise found.error.within("\n".join(found.lines), "\n".join(lines))
         first = f"{failure.count} of {len(cases)} cases are wrong for {self.sample.id}"
         which = "the smallest that hypothesis finds" if small else "the first"
         raise ConformanceError("\n".join([f"{first}; {which}:", *found.lines, *lines, "", *failure.titles]))
@@ -128,15 +128,14 @@ class Trial:
     def _attempt(self, cases: Sequence[Case]) -> Failure | None:
         try:
             outcomes = self.run(cases)
-        except RanksTimedOut:
-            raise
         except RanksFailed as error:
-            said = "\n".join(failure.message for failure in error.failures.values())
-            for case in cases:
-                for policy in _POLICIES:
-                    if title(self.mesh, case, policy) in said:
-                        return Failure(case, policy, [], error)
-            raise
+            known = {title(self.mesh, case, policy): (case, policy) for case in cases for policy in _POLICIES}
+            # A rank that waits for a stuck one may be ahead of it: the earliest case is the one at fault.
+            said = {line for text in error.texts() for line in text.splitlines()}
+            name = next((name for name in known if name in said), None)
+            if name is None:
+                raise
+            return Failure(*known[name], _lines_of(error, name), error)
         seen: dict[tuple[Case, str], dict[str, list[int]]] = {}
         for rank, outcome in enumerate(outcomes):
             for problem in outcome.problems:
@@ -150,7 +149,7 @@ class Trial:
                 lines.append(f"  {title(self.mesh, *which)}")
                 lines += [f"    rank {','.join(map(str, ranks))}: {text}" for text, ranks in seen[which].items()]
         titles = [f"wrong too: {title(self.mesh, *which)}" for which in list(seen)[1:SHOWN]]
-        return Failure(case, policy, lines, None, len(seen), titles)
+        return Failure(case, policy, lines, None, len({case for case, _ in seen}), titles)
 
     def _smallest(self, strategy: SearchStrategy[Case]) -> Failure | None:
         found: dict[Case, Failure] = {}
@@ -166,6 +165,16 @@ class Trial:
 
         case = smallest(strategy, fails, self._seed)
         return None if case is None else found[case]
+
+
+def _lines_of(error: RanksFailed, name: str) -> list[str]:
+    """What the ranks say about the case of this title."""
+    seen: dict[str, list[int]] = {}
+    for rank, failure in sorted(error.failures.items()):
+        first, _, text = failure.message.partition("\n")
+        if first == name:
+            seen.setdefault(text.replace("\n", "\n            "), []).append(rank)
+    return [f"  {name}", *(f"    rank {','.join(map(str, ranks))}: {text}" for text, ranks in seen.items())]
 
 
 def joint_rows(rows: Sequence[Row], mesh_ndim: int) -> list[tuple[Row, ...]]:

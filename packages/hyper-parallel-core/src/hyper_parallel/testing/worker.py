@@ -11,15 +11,14 @@ import shutil
 import signal
 import sys
 import threading
-import traceback
 import unittest
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
-from types import TracebackType
 
-from hyper_parallel.testing.failures import RankFailure
+from hyper_parallel.testing import progress
+from hyper_parallel.testing.failures import RankFailure, described
 from hyper_parallel.testing.load import load_call
 from hyper_parallel.testing.messages import RAISED, RETURNED, SKIPPED, Reply, ResultPickler, Task
 
@@ -80,6 +79,7 @@ def _prepare_process(setup: WorkerSetup) -> None:
     faulthandler.enable(log)
     stacks = open(setup.stacks_file, "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    progress.write_to(stacks.fileno())
 
 
 def _join_process_group(setup: WorkerSetup, conn: connection.Connection) -> None:
@@ -101,6 +101,7 @@ def _join_process_group(setup: WorkerSetup, conn: connection.Connection) -> None
 
 
 def _run(task: Task) -> Reply:
+    progress.busy_with("")
     try:
         fn, args, kwargs = load_call(task)
         _reset_torch()
@@ -109,7 +110,7 @@ def _run(task: Task) -> Reply:
     except BaseException as exc:  # SystemExit and pytest's outcomes too: a rank ends only when the pool says so
         if _is_skip(exc):
             return Reply(SKIPPED, failure=RankFailure(type(exc).__qualname__, str(exc), ""), groups=_group_count())
-        return Reply(RAISED, failure=_describe(exc), groups=_group_count())
+        return Reply(RAISED, failure=described(exc), groups=_group_count())
     return Reply(RETURNED, value=value.getvalue(), groups=_group_count())
 
 
@@ -126,23 +127,6 @@ def _reset_torch() -> None:
 def _is_skip(exc: BaseException) -> bool:
     outcomes = sys.modules.get("_pytest.outcomes")  # not imported: then nothing can have raised it
     return isinstance(exc, unittest.SkipTest) or (outcomes is not None and isinstance(exc, outcomes.Skipped))
-
-
-def _describe(exc: BaseException) -> RankFailure:
-    text = "".join(traceback.format_exception(type(exc), exc, _without_own_frames(exc.__traceback__)))
-    name = type(exc).__qualname__
-    if type(exc).__module__ != "builtins":
-        name = f"{type(exc).__module__}.{name}"
-    return RankFailure(name, str(exc), text)
-
-
-def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
-    own = {__file__, load_call.__code__.co_filename}
-    inner = tb
-    while inner is not None and inner.tb_frame.f_code.co_filename in own:
-        inner = inner.tb_next
-    # An error of the kit itself has only own frames, and then they are what the reader needs.
-    return inner if inner is not None else tb
 
 
 def _group_count() -> int:
