@@ -104,7 +104,7 @@ def test_no_rank_reads_more_than_it_holds(tmp_path, monkeypatch):
             read.append(self.part[where].numel())
             return self.part[where]
 
-    monkeypatch.setattr(hugging_face, "_read", lambda part, target: original(Noting(part), target))
+    monkeypatch.setattr(hugging_face, "_read", lambda part, *more: original(Noting(part), *more))
     load_safetensors(net, tmp_path)
     assert sum(read) == net.w.to_local().numel()
 
@@ -173,6 +173,32 @@ def test_transformers_reads_ours_and_we_read_theirs(ranks, tmp_path, tied):
     ours, theirs = (transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / name) for name in ("ours", "theirs"))
     assert ours.dtype == torch.bfloat16
     same_tensors(whole_state(ours.state_dict()), whole_state(theirs.state_dict()))
+
+
+MOE = {**CONFIG, "moe_intermediate_size": 12, "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+
+
+def export_experts(folder):
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MOE))
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "theirs", max_shard_size="8KB")
+    dist.barrier()
+    shard_everything(model)
+    save_safetensors(model, folder / "ours", max_shard_size="8KB")
+    for name in ("theirs", "ours"):
+        other = shard_everything(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MOE)))
+        assert load_safetensors(other, folder / name) == ([], [])
+        same_tensors(whole_state(other.state_dict()), whole_state(model.state_dict()))
+
+
+def test_experts_are_stored_one_by_one_as_transformers_stores_them(ranks, tmp_path):
+    ranks(4, export_experts, tmp_path)
+    same_tensors(contents(tmp_path / "ours"), contents(tmp_path / "theirs"))
+    # The split is by size alone; save_pretrained's keeps together what shared memory.
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert "model.layers.1.mlp.experts.2.gate_proj.weight" in index["weight_map"]
+    assert len(set(index["weight_map"].values())) == 4
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Models as Hugging Face safetensors files: ``model.safetensors``, or shards of a largest size and their index.
 
-The names are those of the module's state dict, which for a model of ``transformers`` are the ones that
-``from_pretrained`` reads. Needs ``safetensors`` and ``huggingface_hub`` (the extra ``safetensors`` of this package).
+The names are those of the module's state dict; for a model of ``transformers`` those of its ``save_pretrained``
+(:mod:`~hyper_parallel.checkpoint.stored_names`). Needs ``safetensors`` and ``huggingface_hub`` (the extra
+``safetensors`` of this package).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import nn
 
 from hyper_parallel.checkpoint.blocks import blocks
 from hyper_parallel.checkpoint.model_state import canonical, second_names, ties
+from hyper_parallel.checkpoint.stored_names import Piece, pieces_of, whole_piece
 from hyper_parallel.checkpoint.whole_tensors import full_tensors, rank
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import CheckpointError
@@ -55,21 +57,28 @@ def save_safetensors(
         TypeError: the state dict has an entry that is no tensor.
     """
     hub = _library("huggingface_hub")
-    tensors, dropped = _tensors_to_write(model)
+    state, pieces, tied = _to_write(model)
+    sizes = {p.name: torch.empty(p.shape, dtype=state[p.source].dtype, device="meta") for p in pieces}
     split = hub.split_state_dict_into_shards_factory(
-        tensors, get_storage_size=_nbytes, filename_pattern=PATTERN, max_shard_size=max_shard_size
+        sizes, get_storage_size=_nbytes, filename_pattern=PATTERN, max_shard_size=max_shard_size
     )
-    notes = {"format": "pt", **dropped, **(metadata or {})}
+    notes = {"format": "pt", **tied, **(metadata or {})}
     folder = Path(folder)
+    files = {
+        name: _File(folder / name, {m: sizes[m] for m in members}, notes)
+        for name, members in split.filename_to_tensors.items()
+    }
+    file_of = {member: files[name] for name, members in split.filename_to_tensors.items() for member in members}
+    by_source: dict[str, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda p: list(files.values()).index(file_of[p.name])):  # few files open at once
+        by_source.setdefault(piece.source, []).append(piece)
     writing = _Attempts()
-    for name, members in split.filename_to_tensors.items():
-        # The order of the safetensors library, which keeps every tensor aligned.
-        chosen = {member: tensors[member] for member in sorted(members, key=lambda m: (-tensors[m].dtype.itemsize, m))}
-        stream = writing.attempt(_open, folder, name, chosen, notes)
-        for _, tensor in full_tensors(chosen):
-            writing.attempt(_write, stream, tensor)
-        writing.attempt(_close, stream)
-    writing.attempt(_put_in_place, folder, split, dropped)
+    for source, whole in full_tensors({source: state[source] for source in by_source}):
+        for piece in by_source[source]:
+            writing.attempt(_write_piece, file_of[piece.name], piece, whole)
+    for file in files.values():
+        writing.attempt(file.close)
+    writing.attempt(_put_in_place, folder, split, tied)
     _raise_everywhere(writing.error, folder)
 
 
@@ -97,23 +106,28 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
         raise RuntimeError(f"{on_meta[0]} is on the meta device; give the model memory first: model.to_empty(device=…)")
     with contextlib.ExitStack() as opened:
         stored = _stored(Path(path), lambda file: opened.enter_context(safetensors.safe_open(file, framework="pt")))
-        slices = {name: stored[name].get_slice() for name in targets if name in stored}
-        satisfied = {name for group in ties(model) if any(name in slices for name in group) for name in group}
-        missing = [name for name in targets if name not in slices and name not in satisfied]
-        unexpected = [name for name, entry in stored.items() if name not in targets and entry.name == name]
-        problems = (
-            [*_named("missing in the files", missing), *_named("only in the files", unexpected)] if strict else []
-        )
-        for name, part in slices.items():
-            if tuple(part.get_shape()) != tuple(targets[name].shape):
-                shape = tuple(targets[name].shape)
-                problems.append(f"  {name} has shape {tuple(part.get_shape())} in the file, {shape} in the model")
+        reads, lacking = _to_read(model, targets, stored)
+        complete = targets.keys() - lacking.keys()
+        satisfied = {name for group in ties(model) if complete & set(group) for name in group}
+        missing = [name for name in lacking if name not in satisfied]
+        used = {piece.name for piece in reads}
+        unexpected = [name for name, entry in stored.items() if name not in used and entry.name == name]
+        problems = []
+        if strict:
+            absent = (name for target in missing for name in lacking[target])
+            problems = [*_named("missing in the files", absent), *_named("only in the files", unexpected)]
+        slices = [(piece, stored[piece.name].get_slice()) for piece in reads]
+        for piece, part in slices:
+            if tuple(part.get_shape()) != piece.shape:
+                problems.append(
+                    f"  {piece.name} has shape {tuple(part.get_shape())} in the file, {piece.shape} in the model"
+                )
         if problems:
             hint = "\nstrict=False loads the names that both have" if missing or unexpected else ""
             raise CheckpointError(f"{path} does not fit the model:\n" + "\n".join(problems) + hint)
         with torch.no_grad():
-            for name, part in slices.items():
-                _read(part, targets[name])
+            for piece, part in slices:
+                _read(part, piece, targets[piece.source])
     return missing, unexpected
 
 
@@ -135,34 +149,74 @@ class _Attempts:
             self.error = error
 
 
-def _tensors_to_write(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The state dict without second names of tied tensors; and those names, with the ones that stand for them."""
+def _to_write(model: nn.Module) -> tuple[dict[str, Any], list[Piece], dict[str, str]]:
+    """The state dict; what is written of it; and the names in the files of tied tensors that are not written, with the
+    names of those that stand for them."""
     state = {canonical(name): value for name, value in model.state_dict().items()}
-    dropped = second_names(model, state)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; safetensors files hold tensors only")
-    return {name: value for name, value in state.items() if name not in dropped}, dropped
+    first = second_names(model, state)
+    pieces = pieces_of(model, state)
+    written = {(p.source, p.box): p.name for p in pieces}
+    tied = {p.name: written[first[p.source], p.box] for p in pieces if p.source in first}
+    return state, [p for p in pieces if p.source not in first], tied
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-def _open(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> BinaryIO:
-    """The file with its header written, under a name that nobody reads."""
-    header: dict[str, Any] = {"__metadata__": dict(notes)}
-    end = 0
-    for member, tensor in tensors.items():
-        start, end = end, end + _nbytes(tensor)
-        kind = _kind(tensor.dtype)
-        header[member] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    folder.mkdir(parents=True, exist_ok=True)
-    stream = _incomplete(folder / name).open("wb")
-    stream.write(len(text).to_bytes(8, "little") + text)
-    return stream
+class _File:
+    """A file of an export, under a name that nobody reads; its tensors may come in any order.
+
+    Args:
+        path: its name in the end.
+        tensors: of the shapes and dtypes that it gets.
+        notes: its metadata.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> None:
+        self.path, self._tensors, self._notes = path, tensors, notes
+        self._starts: dict[str, int] = {}
+        self._stream: BinaryIO | None = None
+
+    def _open(self) -> BinaryIO:
+        header: dict[str, Any] = {"__metadata__": dict(self._notes)}
+        end = 0
+        # The order of the safetensors library, which keeps every tensor aligned.
+        for name, tensor in sorted(self._tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            start, end = end, end + _nbytes(tensor)
+            header[name] = {"dtype": _kind(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        stream = _incomplete(self.path).open("wb")
+        stream.write(len(text).to_bytes(8, "little") + text)
+        self._starts = {n: 8 + len(text) + header[n]["data_offsets"][0] for n in self._tensors}
+        return stream
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a tensor in its place; the last one closes the file."""
+        if self._stream is None:
+            self._stream = self._open()
+        self._stream.seek(self._starts.pop(name))
+        _write(self._stream, tensor)
+        if not self._starts:
+            self.close()
+
+    def close(self) -> None:
+        """Have it on disk."""
+        if self._stream is None:
+            self._stream = self._open()
+        if not self._stream.closed:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+
+
+def _write_piece(file: _File, piece: Piece, whole: torch.Tensor) -> None:
+    file.write(piece.name, piece.of(whole))
 
 
 @functools.cache
@@ -181,17 +235,11 @@ def _write(stream: BinaryIO, tensor: torch.Tensor) -> None:
         stream.write((ctypes.c_char * _nbytes(tensor)).from_address(tensor.data_ptr()))
 
 
-def _close(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()
-
-
-def _put_in_place(folder: Path, split: Any, dropped: Mapping[str, str]) -> None:
+def _put_in_place(folder: Path, split: Any, tied: Mapping[str, str]) -> None:
     """Rename the files, remove those of an older export, and write the index of several."""
     index = _incomplete(folder / INDEX)
     if split.is_sharded:
-        content = {"metadata": {**split.metadata, **dropped}, "weight_map": split.tensor_to_filename}
+        content = {"metadata": {**split.metadata, **tied}, "weight_map": split.tensor_to_filename}
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     for name in split.filename_to_tensors:
         _incomplete(folder / name).rename(folder / name)
@@ -254,21 +302,39 @@ def _stored(path: Path, open_file: Callable[[Path], Any]) -> dict[str, _Stored]:
     return found
 
 
-def _read(part: Any, target: torch.Tensor) -> None:
-    """Copy what this rank holds of a tensor from its file."""
+def _to_read(
+    model: nn.Module, targets: Mapping[str, torch.Tensor], stored: Mapping[str, _Stored]
+) -> tuple[list[Piece], dict[str, list[str]]]:
+    """The pieces that the files have, and per tensor that they do not have whole the names that they lack."""
+    by_source: dict[str, list[Piece]] = {}
+    for piece in pieces_of(model, targets):
+        by_source.setdefault(piece.source, []).append(piece)
+    reads: list[Piece] = []
+    lacking: dict[str, list[str]] = {}
+    for name, target in targets.items():
+        pieces = [whole_piece(name, target)] if name in stored else by_source[name]
+        absent = [piece.name for piece in pieces if piece.name not in stored]
+        if absent:
+            lacking[name] = [name] if len(absent) == len(pieces) else absent
+        reads += [piece for piece in pieces if piece.name in stored]
+    return reads, lacking
+
+
+def _read(part: Any, piece: Piece, target: torch.Tensor) -> None:
+    """Copy from its file what this rank holds of a piece."""
     if not isinstance(target, DTensor):
-        target.copy_(part[...])
+        piece.read(part, (0,) * target.ndim, tuple(target.shape), target)
         return
     before_write(target)
     local = target._resolve()
     for offsets, sizes, place in blocks(target):
         if sizes.numel():
-            inside = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-            local[place].copy_(part[inside or ...])
+            piece.read(part, offsets, sizes, local[place])
 
 
-def _named(title: str, names: list[str]) -> list[str]:
-    return [f"  {title}: {', '.join(sorted(names))}"] if names else []
+def _named(title: str, names: Iterable[str]) -> list[str]:
+    found = sorted(names)
+    return [f"  {title}: {', '.join(found)}"] if found else []
 
 
 def _library(name: str) -> Any:
