@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hyper_parallel import DTensor, comm
+from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.placements import is_shard
 
 __all__ = ["clip_grad_norm_"]
@@ -33,7 +35,7 @@ def clip_grad_norm_(
 
     Returns:
         The norm of all gradients together before clipping, as one device has it: a plain 0-dim tensor, equal on all
-        ranks. One all-reduce for each set of mesh axes that shards a parameter; all ranks must call it.
+        ranks. One all-reduce for each mesh that is no part of another parameter's; all ranks must call it.
 
     Raises:
         RuntimeError: the norm is nan or inf, with ``error_if_nonfinite``.
@@ -42,20 +44,14 @@ def clip_grad_norm_(
     norm_type, max_norm = float(norm_type), float(max_norm)
     if norm_type <= 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be positive (inf for the maximum), got {norm_type}")
-    total: torch.Tensor | None = None
+    parts: list[torch.Tensor] = []
     locals_: list[torch.Tensor] = []
-    for group, device, grads in _by_group(given):
-        locals_ += grads
-        part = _power_sum(grads, norm_type, device, foreach is not False)
-        if group is not None:
-            comm.all_reduce(part, group, "max" if norm_type == torch.inf else "sum")
-        if total is None:
-            total = part
-        else:
-            part = part.to(total.device)
-            total = torch.maximum(total, part) if norm_type == torch.inf else total + part
-    if total is None:
+    for mesh, by_axes in _by_mesh(given).items():
+        locals_ += (grad for each in by_axes.values() for grad in each.grads)
+        parts.append(_norm_over_mesh(mesh, by_axes, norm_type, foreach is not False))
+    if not parts:
         return torch.tensor(0.0)
+    total = _together([part.to(parts[0].device) for part in parts], norm_type)
     norm = total if norm_type == torch.inf else total.pow(1.0 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -75,39 +71,81 @@ def clip_grad_norm_(
     return norm
 
 
-def _by_group(parameters: list[torch.Tensor]) -> list[tuple[Any, torch.device, list[torch.Tensor]]]:
-    """The local gradients by the ranks over which their parameter is sharded, with these ranks' group and device; in
-    the same order on all ranks.
+class _Sharded:
+    """The local gradients of the parameters that are sharded over the same axes."""
 
-    A rank with an empty piece, or without a gradient where another rank has one, takes part all the same.
-    """
-    found: dict[Any, tuple[Any, torch.device, list[torch.Tensor]]] = {}
-    for parameter in parameters:
-        if not isinstance(parameter, DTensor):
-            key, group = None, None
-            grad = parameter.grad
-        else:
-            layout = parameter.layout
-            axes = tuple(a for a, p in enumerate(layout.placements) if is_shard(p) and layout.mesh_shape[a] > 1)
-            group = layout.info.group(axes) if axes else None
-            key = None if group is None else (id(layout.info), axes)
-            grad = parameter.to_local().grad
-        grads = found.setdefault(key, (group, parameter.device, []))[2]
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.dtype = device, torch.float32
+        self.grads: list[torch.Tensor] = []
+
+    def add(self, grad: torch.Tensor | None, dtype: torch.dtype) -> None:
+        # The dtype of the parameters counts, also where this rank has an empty piece or no gradient: all ranks reduce
+        # in the same one.
+        if dtype in (torch.float64, torch.complex128):
+            self.dtype = torch.float64
         if grad is not None:
-            grads.append(grad)
-    return [entry for entry in found.values() if entry[0] is not None or entry[2]]
+            self.grads.append(grad)
 
 
-def _power_sum(grads: list[torch.Tensor], p: float, device: torch.device, foreach: bool) -> torch.Tensor:
-    """The sum of the p-th powers of all absolute values (their maximum for inf), in float32 at least."""
-    pieces = [g for g in grads if g.numel()]
-    if not pieces:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    wide = torch.float64 if any(g.dtype is torch.float64 for g in pieces) else torch.float32
-    norms = (
-        torch._foreach_norm(pieces, p, dtype=wide)
-        if foreach
-        else [torch.linalg.vector_norm(g, p, dtype=wide) for g in pieces]
-    )
-    stacked = torch.stack([n.to(device) for n in norms])
+def _by_mesh(parameters: list[torch.Tensor]) -> dict[MeshInfo | None, dict[tuple[int, ...], _Sharded]]:
+    """The local gradients by mesh (None: equal on all ranks) and by the mesh axes that shard their parameter, in the
+    same order on all ranks. Parameters on a part of another one's mesh count as on that."""
+    meshes = list(dict.fromkeys(p.layout.info for p in parameters if isinstance(p, DTensor)))
+    larger = {m: next((o for o in meshes if o is not m and o.axes_beyond(m) is not None), m) for m in meshes}
+    found: dict[MeshInfo | None, dict[tuple[int, ...], _Sharded]] = {}
+    for parameter in parameters:
+        mesh: MeshInfo | None = None
+        axes: tuple[int, ...] = ()
+        grad = parameter.grad
+        if isinstance(parameter, DTensor):
+            layout, grad = parameter.layout, parameter.to_local().grad
+            names = [n for n, p in zip(layout.mesh_dim_names, layout.placements, strict=True) if is_shard(p)]
+            wide = larger[layout.info]
+            axes = tuple(sorted(a for a in map(wide.axis, names) if wide.shape[a] > 1))
+            mesh = wide if axes else None
+        by_axes = found.setdefault(mesh, {})
+        by_axes.setdefault(axes, _Sharded(parameter.device)).add(grad, parameter.dtype)
+    return found
+
+
+def _norm_over_mesh(
+    mesh: MeshInfo | None, by_axes: dict[tuple[int, ...], _Sharded], p: float, foreach: bool
+) -> torch.Tensor:
+    """The sum of p-th powers of gradients on one mesh (their maximum for inf), in one all-reduce over all axes that
+    shard one of them: what is equal on some of these axes counts once, in equal parts."""
+    if mesh is None:
+        return _together([_power_sum(each.grads, p, each.device, each.dtype, foreach) for each in by_axes.values()], p)
+    device = mesh.default_device()  # its group may not work on host memory, where shards can be
+    over = tuple(sorted({a for axes in by_axes for a in axes}))
+    parts = []
+    for axes, each in by_axes.items():
+        part = _power_sum(each.grads, p, device, each.dtype, foreach)
+        copies = math.prod(mesh.shape[a] for a in over if a not in axes)
+        parts.append(part if p == torch.inf else part / copies)
+    total = _together(parts, p)
+    comm.all_reduce(total, mesh.group(over), "max" if p == torch.inf else "sum")
+    return total
+
+
+def _together(parts: list[torch.Tensor], p: float) -> torch.Tensor:
+    if len({part.dtype for part in parts}) > 1:
+        parts = [part.double() for part in parts]
+    stacked = torch.stack(parts)
+    return stacked.max() if p == torch.inf else stacked.sum()
+
+
+def _power_sum(
+    grads: list[torch.Tensor], p: float, device: torch.device, dtype: torch.dtype, foreach: bool
+) -> torch.Tensor:
+    """The sum of the p-th powers of all absolute values (their maximum for inf)."""
+    norms: list[torch.Tensor] = []
+    for wanted in (dtype, None):  # a complex one has its own, real one
+        pieces = [g for g in grads if g.numel() and g.is_complex() == (wanted is None)]
+        if foreach and pieces:
+            norms += torch._foreach_norm(pieces, p, dtype=wanted)
+        else:
+            norms += [torch.linalg.vector_norm(g, p, dtype=wanted) for g in pieces]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    stacked = torch.stack([n.to(device, dtype) for n in norms])
     return stacked.max() if p == torch.inf else stacked.pow(p).sum()
