@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from fsdp_nets import batch, loss_of, mine, pair, train, wrap
+from fsdp_nets import batch, loss_of, mine, pair, same_gradients, train, wrap
 
-from hyper_parallel import CommTrace, DTensor
-from hyper_parallel_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from hyper_parallel import CommTrace, DTensor, init_device_mesh
+from hyper_parallel_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, hsdp_sync_stream
+from hyper_parallel_fsdp.root import Root
 
 
 @pytest.mark.ranks(4)
@@ -53,11 +54,27 @@ def test_mixed_dtypes_and_half_precision_reduction():
         torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.ranks(2)
-def test_offload_policy():
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("offload_policy", [OffloadPolicy(), CPUOffloadPolicy()])
+@pytest.mark.parametrize("streams", [False, True])
+def test_offload_policy_and_side_streams(offload_policy, streams, monkeypatch):
+    make_root = Root.__init__
+
+    def make_with_stream(root, states):  # one of the CPU, which does nothing, on the way that an accelerator goes
+        make_root(root, states)
+        root.stream = torch.cpu.Stream()
+
+    if streams:
+        monkeypatch.setattr(Root, "__init__", make_with_stream)
     plain, net = pair()
-    wrap(net, offload_policy=CPUOffloadPolicy())
+    wrap(net, mesh=init_device_mesh("cpu", (2, 2)), offload_policy=offload_policy)
     train(net, plain)
+    net.set_is_last_backward(False)
+    for each, part in ((plain, lambda whole: whole), (net, mine)):
+        for step in range(2):
+            loss_of(each, *map(part, batch(step))).backward()
+    hsdp_sync_stream()
+    same_gradients(net, plain)
 
 
 @pytest.mark.ranks(4)

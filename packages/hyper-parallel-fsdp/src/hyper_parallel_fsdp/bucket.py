@@ -38,6 +38,7 @@ class Bucket:
         self.slots = [p.slot for p in self.params]
         stacked = [p for p in self.params if p.stacked]
         self._stacked_slots = self.slots[: len(stacked)]
+        self.offloaded = offload is not None
         self.shards = self._pack(offload)
         self.partial: torch.Tensor | None = None  # a reduce-scatter's result that was not all-reduced yet
         self.in_place = self.members == 1 and self.dtype is self.shards.dtype and self.shards.device == device

@@ -24,7 +24,7 @@ class Reduction:
 
     Args:
         bucket: the parameters.
-        gradients: of those that are trained.
+        gradients: of those that are trained; taken out of the list.
         dtype: in which gradients travel and are added up.
         factor: what the sum is divided by.
         all_reduce: whether the copies of a shard are added up now; if not, the sum waits in the bucket.
@@ -48,7 +48,9 @@ class Reduction:
         self._after = factor / self._before
         self._stream = stream
         self._work: Any = None
+        self._arriving: torch.Tensor | None = None  # in host memory, while the backward goes on
         self._rows: torch.Tensor | None = self._packed([g for _, g in gradients], dtype)
+        gradients.clear()  # before more memory is taken to send them
         if stream is None:
             self._scatter()
             return
@@ -58,7 +60,8 @@ class Reduction:
             self._scatter()
             while not self._advance():
                 pass
-            self._event = stream.record_event()
+            self._event = device.Event()
+            self._event.record(stream)
 
     def _packed(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """One row per member with its part of every gradient, then for each parameter whether it has one."""
@@ -96,6 +99,9 @@ class Reduction:
             return self._advance()
         torch.get_device_module(self._bucket.device).current_stream().wait_event(self._event)
         self._rows = None
+        if self._arriving is not None:
+            self._event.synchronize()  # the program reads it, not a stream
+            self._give(self._arriving)
         return True
 
     def abandon(self) -> None:
@@ -124,15 +130,20 @@ class Reduction:
             with bucket.traced("reduce"):
                 self._work = comm.all_reduce(self._sum, group, async_op=True)
             return False
-        self._give()
-        return True
-
-    def _give(self) -> None:
-        """Add the reduced gradients to the sharded parameters."""
         if self._after != 1:
             self._sum.div_(self._after)
-        shards = self._bucket.shards
-        *pieces, used = self._sum.to(shards.device, shards.dtype).split(self._sizes)
+        shards = bucket.shards
+        to_host = self._stream is not None and bucket.offloaded
+        reduced = self._sum.to(shards.dtype).to(shards.device, non_blocking=to_host)
+        if to_host:
+            self._arriving = reduced
+        else:
+            self._give(reduced)
+        return True
+
+    def _give(self, reduced: torch.Tensor) -> None:
+        """Add the reduced gradients to the sharded parameters."""
+        *pieces, used = reduced.split(self._sizes)
         # Read only where this rank does not know the answer, as reading waits for the device.
         counts = used.tolist() if any(self._missing) else None
         for i, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):

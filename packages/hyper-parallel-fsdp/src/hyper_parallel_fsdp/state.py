@@ -313,10 +313,10 @@ class State:
             self._leave_backward()
 
     def _finish_backward(self) -> None:
+        self._backward = False
+        self._leave_backward()  # first: the gradients take the memory of the parameters on their way
         for bucket in self.buckets:
             self._reduce(bucket)
-        self._backward = False
-        self._leave_backward()
 
     def _leave_backward(self) -> None:
         # What was gathered ahead and not used may still be on the way when an optimizer changes the shards.
@@ -329,17 +329,7 @@ class State:
         dtype = bucket.dtype
         if dtype.is_floating_point and self.mp_policy.reduce_dtype is not None:
             dtype = self.mp_policy.reduce_dtype
-        gradients: Gradients = []
-        for param in bucket.params:
-            if not param.local.requires_grad:
-                continue
-            grad = param.take_gradient()
-            if param.accumulated is not None:
-                grad = param.accumulated if grad is None else param.accumulated.add_(grad)
-                param.accumulated = None
-            if not self.requires_gradient_sync and grad is not None:
-                param.accumulated, grad = grad.to(dtype), None
-            gradients.append((param, grad))
+        gradients = self._gradients_of(bucket, dtype)
         if not gradients or not self.requires_gradient_sync:
             return
         root, factor = self.joined_root(), self._factor() * bucket.params[0].averaged
@@ -351,6 +341,21 @@ class State:
             return
         root.make_room()
         root.add(Reduction(bucket, gradients, dtype, factor, self.requires_all_reduce, root.stream))
+
+    def _gradients_of(self, bucket: Bucket, dtype: torch.dtype) -> Gradients:
+        """What the backwards since the last reduction left; without reduction it is kept, in ``dtype``."""
+        gradients: Gradients = []
+        for param in bucket.params:
+            if not param.local.requires_grad:
+                continue
+            grad = param.take_gradient()
+            if param.accumulated is not None:
+                grad = param.accumulated if grad is None else param.accumulated.add_(grad)
+                param.accumulated = None
+            if not self.requires_gradient_sync and grad is not None:
+                param.accumulated, grad = grad.to(dtype), None
+            gradients.append((param, grad))
+        return gradients
 
     def _factor(self) -> float:
         if self.divide_factor is not None:
