@@ -71,12 +71,29 @@ def test_without_source_rank_each_rank_slices_what_it_has_and_sends_nothing():
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("what", ["shape", "number of dimensions", "dtype", "placements", "no tensor"])
+def test_ranks_that_mean_different_tensors_are_told_and_none_waits(what):
+    odd = dist.get_rank() == 2
+    value = whole(8, 4)
+    if odd:
+        value = {"shape": whole(8, 5), "number of dimensions": whole(8), "dtype": value.float()}.get(what, value)
+    placements = [Shard(1) if odd and what == "placements" else Shard(0)]
+    if odd and what == "no tensor":
+        with pytest.raises(TypeError, match="got NoneType"):
+            distribute_tensor(None, mesh_of((4,)), placements)
+        return
+    with pytest.raises(ValueError, match=r"differs by rank(?s:.*)rank at \(2,\)"):
+        distribute_tensor(value, mesh_of((4,)), placements)
+
+
+@pytest.mark.ranks(4)
 def test_the_whole_tensor_is_sent_once():
     """Scattered over the axes that shard it, and only the pieces broadcast over the others."""
     value = whole(8, 4)
     with CommTrace() as trace:
         distribute_tensor(value, mesh_of((2, 2)), [Replicate(), Shard(0)])
-    assert [(e.op, e.nbytes) for e in trace.events] == [("scatter", 8 * 16), ("broadcast", 8 * 16)]
+    checked = ("all_reduce", 16)  # that all ranks mean the same
+    assert [(e.op, e.nbytes) for e in trace.events] == [checked, ("scatter", 8 * 16), ("broadcast", 8 * 16)]
 
 
 @pytest.mark.ranks(4)

@@ -89,8 +89,10 @@ def test_run_check_finds_replicas_that_differ():
 @pytest.mark.ranks(4)
 def test_run_check_finds_dtypes_that_differ_on_every_rank():
     piece = torch.zeros(2, dtype=torch.bfloat16 if rank() == 1 else torch.float32)
-    with pytest.raises(ValueError, match=r"different dtypes, among them torch\.bfloat16, torch\.float32"):
+    with pytest.raises(ValueError, match=r"differs by rank(?s:.*)\(0,\): torch\.float32.*\n.*\(1,\): torch\.bfloat16"):
         DTensor.from_local(piece, mesh_of((4,)), [Shard(0)], run_check=True)
+    with pytest.raises(ValueError, match=r"\(3,\): torch\.float32, 2 dimensions"):
+        DTensor.from_local(torch.zeros(2, *[1] * (rank() == 3)), mesh_of((4,)), [Shard(0)], run_check=True)
 
 
 @pytest.mark.ranks(4)

@@ -35,6 +35,7 @@ def test_both_make_the_same_wrapper(shape, requires_grad, mode):
     for wrapper in made:
         assert wrapper._local is local
         assert wrapper._spec is spec
+        assert not hasattr(wrapper, "_local_tensor")  # by which some libraries recognise PyTorch's DTensor
 
 
 def test_cpp_code_that_meets_a_wrapper_ends_in_torch_dispatch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,15 @@ from hyper_parallel import comm
 from hyper_parallel.boxes import dim_intervals, length, split_intervals
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout, as_layout
-from hyper_parallel.mesh import AxisGroup, DeviceMesh
+from hyper_parallel.local_pieces import check_same
+from hyper_parallel.mesh import AxisGroup, DeviceMesh, mesh_info
 from hyper_parallel.placements import Placement, Replicate, Shard
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING, contiguous_stride, make_spec
 
 __all__ = ["distribute_module", "distribute_tensor"]
+
+_SAID = "distribute_tensor: the tensor"
 
 
 def distribute_tensor(
@@ -43,22 +47,17 @@ def distribute_tensor(
 
     Raises:
         TypeError: ``tensor`` is no tensor.
-        ValueError: the tensor is a DTensor in another layout, or not a leaf; the source rank is out of range.
+        ValueError: the tensor is a DTensor in another layout, or not a leaf; the source rank is out of range; on every
+            rank, when shapes, dtypes or placements differ by rank and ``src_data_rank`` is a rank.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"distribute_tensor takes the global tensor on every rank, got {type(tensor).__name__}. Ranks other than "
-            "the source pass any tensor of its shape and dtype; torch.empty(()).expand(shape) takes no memory"
-        )
-    layout = as_layout(device_mesh, placements, tensor.ndim)
+    try:
+        layout = _checked(tensor, device_mesh, placements)
+    except (TypeError, ValueError) as error:
+        if src_data_rank is not None:
+            _tell(device_mesh, f"{type(error).__name__}: {error}")
+        raise
     if isinstance(tensor, DTensor):
-        if tensor.layout is layout:
-            return tensor
-        raise ValueError(f"distribute_tensor: the tensor is a DTensor with {tensor.layout} already; use redistribute()")
-    if not tensor.is_leaf:
-        raise ValueError(
-            "distribute_tensor takes a leaf tensor; detach() it, or use DTensor.from_local to keep history"
-        )
+        return tensor
     data = tensor.detach().contiguous()
     spec = make_spec(layout, data.shape, contiguous_stride(data.shape), data.dtype)
     if data.device.type not in ("meta", layout.info.device_type):
@@ -68,11 +67,40 @@ def distribute_tensor(
     elif src_data_rank is None:
         local = _slice(data, layout)
     else:
+        facts = f"{data.dtype}, {tuple(data.shape)}, {layout}, from rank {src_data_rank}"
+        check_same(layout.info, _SAID, facts)
         local = _from_rank(data, layout, src_data_rank)
     if local is data or local.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
         local = local.clone()
     local.requires_grad_(tensor.requires_grad)
     return wrap(local, spec)
+
+
+def _checked(tensor: Any, device_mesh: DeviceMesh | Layout, placements: Sequence[Placement] | None) -> Layout:
+    """The layout that the arguments of :func:`distribute_tensor` mean."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"distribute_tensor takes the global tensor on every rank, got {type(tensor).__name__}. Ranks other than "
+            "the source pass any tensor of its shape and dtype; torch.empty(()).expand(shape) takes no memory"
+        )
+    layout = as_layout(device_mesh, placements, tensor.ndim)
+    if isinstance(tensor, DTensor):
+        if tensor.layout is not layout:
+            raise ValueError(
+                f"distribute_tensor: the tensor is a DTensor with {tensor.layout} already; use redistribute()"
+            )
+    elif not tensor.is_leaf:
+        raise ValueError(
+            "distribute_tensor takes a leaf tensor; detach() it, or use DTensor.from_local to keep history"
+        )
+    return layout
+
+
+def _tell(device_mesh: DeviceMesh | Layout, refused: str) -> None:
+    """Tell the ranks that wait in :func:`distribute_tensor` that this one raises."""
+    info = device_mesh.bind().info if isinstance(device_mesh, Layout) else mesh_info(device_mesh)
+    with contextlib.suppress(ValueError):
+        check_same(info, _SAID, refused)
 
 
 def _slice(data: torch.Tensor, layout: Layout) -> torch.Tensor:

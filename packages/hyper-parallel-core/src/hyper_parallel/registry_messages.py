@@ -28,6 +28,11 @@ def missing_text(shown: str, names: Iterable[str], plugins: Sequence[PluginRecor
     pack = known_pack(shown)
     if pack is not None and not any(plugin.dist == pack and plugin.status == "ok" for plugin in plugins):
         lines.append(f"  {pack} has one: {sys.executable} -m pip install {pack}")
+    elif shown.startswith(("torch.distributed.", "torch.ops._c10d_functional.", "torch.ops.c10d.")):
+        lines.append(
+            "  it takes plain tensors: pass x.to_local(), or say it with layouts: x.redistribute(...), "
+            "x.full_tensor(), or the differentiable hyper_parallel.all_reduce, all_gather, reduce_scatter, all_to_all"
+        )
     else:
         lines.append(f"  add one, in YAML or in a few lines of Python: {TUTORIAL}")
         near = difflib.get_close_matches(_short(shown), names, n=3)

@@ -19,7 +19,7 @@ class Wrapper(torch.Tensor):
     """What every DTensor has, and what it says of itself: that of the global tensor, from the spec."""
 
     # Read and set on every call, therefore slots.
-    __slots__ = ("_local_tensor", "_pending", "_spec")
+    __slots__ = ("_local", "_pending", "_spec")
     _local: torch.Tensor
     _spec: Spec
     # What has to happen before the local tensor may be used; None in the common case.
@@ -119,7 +119,9 @@ class Wrapper(torch.Tensor):
         return text + pending + local + ")"
 
 
-Wrapper._local = Wrapper._local_tensor  # type: ignore[attr-defined]  # the name by which PyTorch's constructor sets it
+# PyTorch's constructor sets the local tensor by this name. It cannot be read: a library that finds it takes the tensor
+# for PyTorch's DTensor and computes on the piece.
+Wrapper._local_tensor = property(None, Wrapper._local.__set__)  # type: ignore[attr-defined]
 
 
 def _new_wrapper(cls: type, local: torch.Tensor, spec: Spec, requires_grad: bool) -> Any:
@@ -131,7 +133,7 @@ def _new_wrapper(cls: type, local: torch.Tensor, spec: Spec, requires_grad: bool
     result: Any = torch.Tensor._make_wrapper_subclass(
         cls, meta.shape, meta.stride, dtype=local.dtype, device=local.device, requires_grad=requires_grad
     )
-    result._local_tensor, result._spec = local, spec
+    result._local, result._spec = local, spec
     return result
 
 
