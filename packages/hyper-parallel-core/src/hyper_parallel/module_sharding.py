@@ -259,10 +259,13 @@ def _input_hook(name: str, module: nn.Module, mesh: DeviceMesh, declared: Any) -
 
 def _output_hook(mesh: DeviceMesh, declared: Any) -> Callable[..., Any]:
     several = isinstance(declared, (tuple, list)) and not _is_placements(declared)
-    placed = [Boundary(layout, mesh) for layout in (declared if several else [declared])]
-
     # One layout for the usual (hidden_states, ...) means the first.
-    return lambda module, args, output: change_values(output, placed, f"{type(module).__name__}: the plan")
+    changes = [_placing(Boundary(layout, mesh)) for layout in (declared if several else [declared])]
+    return lambda module, args, output: change_values(module, output, changes, "the plan")
+
+
+def _placing(boundary: Boundary) -> Callable[[nn.Module, Any], Any]:
+    return lambda module, value: boundary(value)
 
 
 def _is_placements(value: Any) -> bool:

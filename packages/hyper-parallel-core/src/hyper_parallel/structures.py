@@ -33,12 +33,14 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(list(value.values()))
 
 
-def change_values(output: Any, changes: Sequence[Callable[[Any], Any] | None], who: str) -> Any:
+def change_values(
+    module: torch.nn.Module, output: Any, changes: Sequence[Callable[[torch.nn.Module, Any], Any] | None], who: str
+) -> Any:
     """What a module returned, with its first values changed: a tensor, or those of a tuple, list or mapping.
 
     Args:
         output: what it returned.
-        changes: one per value; None leaves it as it is.
+        changes: one per value, called with the module and the value; None leaves it as it is.
         who: who asks for the changes, for the message.
 
     Raises:
@@ -47,10 +49,10 @@ def change_values(output: Any, changes: Sequence[Callable[[Any], Any] | None], w
     single = isinstance(output, torch.Tensor) or not isinstance(output, (tuple, list, Mapping))
     values = [output] if single else list(output.values() if isinstance(output, Mapping) else output)
     if len(values) < len(changes):
-        raise ValueError(f"{who} lays out {len(changes)} outputs, it returned {len(values)}")
+        raise ValueError(f"{type(module).__name__}: {who} lays out {len(changes)} outputs, it returned {len(values)}")
     for index, change in enumerate(changes):
         if change is not None:
-            values[index] = change(values[index])
+            values[index] = change(module, values[index])
     if single:
         return values[0]
     if isinstance(output, Mapping):

@@ -12,11 +12,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from hyper_parallel.boundary import forward_function, set_forward
-from hyper_parallel.structures import rebuilt
+from hyper_parallel.structures import change_values
 
 Change = Callable[[nn.Module, Any], Any]
 """From the module and a value to the value in its place."""
@@ -86,25 +85,7 @@ def change_outputs(module: nn.Module, changes: Iterable[Change | None]) -> None:
         ValueError: when it returns fewer outputs.
     """
     wanted = list(changes)
-
-    def changed(module: nn.Module, output: Any) -> Any:
-        single = isinstance(output, torch.Tensor) or not isinstance(output, (tuple, list, Mapping))
-        values = [output] if single else list(output.values() if isinstance(output, Mapping) else output)
-        if len(values) < len(wanted):
-            raise ValueError(
-                f"{type(module).__name__}: its style lays out {len(wanted)} outputs, it returned {len(values)}"
-            )
-        for index, change in enumerate(wanted):
-            if change is not None:
-                values[index] = change(module, values[index])
-        if single:
-            return values[0]
-        if isinstance(output, Mapping):
-            named = dict(zip(output, values, strict=True))
-            return named if type(output) is dict else type(output)(**named)
-        return rebuilt(output, values)
-
-    change_output(module, changed)
+    change_output(module, lambda module, output: change_values(module, output, wanted, "its style"))
 
 
 def change_output(module: nn.Module, change: Change) -> None:
