@@ -138,6 +138,19 @@ def test_stateful_objects_and_asynchronous_saving(tmp_path):
     )
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("second", [save, async_save])
+def test_a_save_waits_for_one_that_runs_into_the_same_folder(tmp_path, second):
+    own = [dist.new_group(backend="gloo") for _ in range(2)]
+    first = async_save(state_with(1), checkpoint_id=tmp_path / "a", process_group=own[0])
+    going_on = second(state_with(2), checkpoint_id=tmp_path / "a", process_group=own[1])
+    first.result()
+    if second is async_save:
+        going_on.result()
+    dist.barrier()
+    assert load_value(tmp_path / "a") == 2
+
+
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +221,35 @@ def test_a_rank_killed_between_the_renames_leaves_the_last_checkpoint(ranks, tmp
     ranks(4, save_value, 3, folder)
     assert ranks(2, load_value, folder) == [3, 3]
     assert [p.name for p in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.ranks(4)
+def test_a_full_disk_of_one_rank_fails_on_all_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    save_value(1, tmp_path / "last")
+
+    def full(handle):
+        raise OSError("No space left on device")
+
+    if dist.get_rank() == 2:
+        monkeypatch.setattr(os, "fsync", full)
+    text = message(save, state_with(2), checkpoint_id=tmp_path / "last")
+    monkeypatch.undo()
+    assert "No space left on device" in text
+    assert text.endswith("(rank 2)")
+    assert load_value(tmp_path / "last") == 1
+
+
+def load_as(dtype, folder):
+    x = make(torch.zeros(7, 3, dtype=dtype), mesh_of((dist.get_world_size(),)), [Shard(0)])
+    load({"w": x, "step": 0}, checkpoint_id=folder)
+    assert x.dtype is dtype
+    assert torch.equal(x.full_tensor(), torch.full((7, 3), 1, dtype=dtype))
+
+
+def test_other_dtypes_on_odd_numbers_of_ranks(ranks, tmp_path):
+    ranks(4, save_value, 1, tmp_path / "a")
+    for count, dtype in ((3, torch.bfloat16), (1, torch.float64)):
+        ranks(count, load_as, dtype, tmp_path / "a")
 
 
 # -- errors: one text, on every rank ----------------------------------------------------------------------------------

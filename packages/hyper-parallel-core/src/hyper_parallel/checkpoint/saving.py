@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ from hyper_parallel.errors import CheckpointError
 
 __all__ = ["async_save", "load", "save"]
 
+_running: weakref.WeakValueDictionary[Path, Future[Any]] = weakref.WeakValueDictionary()
+"""The last asynchronous save into each folder."""
+
 
 def save(
     state_dict: Mapping[str, Any],
@@ -40,7 +46,8 @@ def save(
     """Save a state dict, each rank its shards; as ``torch.distributed.checkpoint.save``.
 
     A folder is written aside and renamed when it is complete (:class:`CheckpointWriter`), so that a crash never costs
-    the last good checkpoint. State that an optimizer does not have yet is left out.
+    the last good checkpoint. While an :func:`async_save` into the same folder runs, it waits for that. State that an
+    optimizer does not have yet is left out.
 
     Args:
         state_dict: tensors, objects, nested state dicts, and objects with ``state_dict`` and ``load_state_dict``.
@@ -79,14 +86,18 @@ def async_save(
     Returns:
         A future; training may change the tensors at once. Its ``result()`` raises PyTorch's ``CheckpointException``.
     """
-    return torch_async_save(
+    writer = _writer(storage_writer, checkpoint_id)
+    saving: Any = torch_async_save(
         _to_save(state_dict),
         checkpoint_id=checkpoint_id,
-        storage_writer=_writer(storage_writer, checkpoint_id),
+        storage_writer=writer,
         planner=planner,
         process_group=process_group,
         **options,
     )
+    if isinstance(writer, CheckpointWriter):
+        _running[writer.folder.absolute()] = getattr(saving, "upload_completion", saving)
+    return saving
 
 
 def load(
@@ -134,8 +145,13 @@ def _is_folder(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 
 def _writer(given: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None) -> StorageWriter | None:
+    """The writer to use, when no save into its folder runs any more: two at once would mix their files."""
     if given is None and checkpoint_id is not None and _is_folder(checkpoint_id):
-        return CheckpointWriter(checkpoint_id)
+        given = CheckpointWriter(checkpoint_id)
+    if isinstance(given, CheckpointWriter):
+        running = _running.pop(given.folder.absolute(), None)
+        if running is not None:
+            wait([running])
     return given
 
 
