@@ -62,10 +62,13 @@ def test_plugins_as_json(site):
     }
 
 
-def test_ops_lists_provider_class_and_place(site):
-    site.install("acme", ops=TABLE)
-    shown = lines(site.run("-m", "hyper_parallel", "ops"))
-    assert shown["acme_double"].split() == ["acme_double", "acme", "acme.rules:Double", "hp_acme/ops.yaml:1"]
+def test_ops_lists_the_names_by_provider_and_file_in_80_columns(site):
+    rule = "{distributed_op_class: Double, distributed_op_module: acme.rules}"
+    many = "".join(f"    acme_op_{i}: {rule}\n" for i in range(9))
+    site.install("acme", ops=TABLE + many)
+    text = site.run("-m", "hyper_parallel", "ops").stdout
+    assert "\nacme  hp_acme/ops.yaml\n  acme_double  acme_op_0  acme_op_1  " in f"\n{text}"
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_ops_shows_one_op(site):

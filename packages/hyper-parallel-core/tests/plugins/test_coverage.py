@@ -35,6 +35,9 @@ MODEL = """
 
     def not_a_module():
         return 3
+
+    def broken():
+        raise RuntimeError("no such weights")
 """
 
 TABLE = """
@@ -144,6 +147,7 @@ def test_json_has_a_version_and_the_exit_code_is_zero_when_all_is_covered(folder
         ("no_such_module_at_all:factory", "there is no module 'no_such_module_at_all'"),
         ("small_model_of_a_test:factori", "has no function 'factori'"),
         ("small_model_of_a_test:not_a_module", "returned a int; it must return a module"),
+        ("small_model_of_a_test:broken", 'in broken\n    raise RuntimeError("no such weights")\nRuntimeError'),
     ],
 )
 def test_model_that_cannot_be_used_ends_with_two(folder, capsys, name, text):

@@ -21,6 +21,8 @@ from urllib.request import getproxies
 import torch
 from torch.utils import _pytree as pytree
 
+from hyper_parallel.analysis.user_traceback import user_traceback
+
 __all__ = ["ModelNotUsable", "SampleModel", "load_function", "sample_models"]
 
 BATCH, LENGTH = 2, 16
@@ -110,6 +112,8 @@ def load_function(name: str) -> Callable[..., Any]:
         if error.name is None or not module_name.startswith(error.name):
             raise
         raise ModelNotUsable(f"{name}: there is no module {error.name!r}, here or among the installed ones") from None
+    except Exception as error:
+        raise ModelNotUsable(f"{name}: the import of {module_name} failed:\n{user_traceback(error)}") from error
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -118,7 +122,10 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def _from_function(function: Callable[..., Any], name: str) -> SampleModel:
-    made = function()
+    try:
+        made = function()
+    except Exception as error:
+        raise ModelNotUsable(f"{name} failed:\n{user_traceback(error)}") from error
     model, batch = made if isinstance(made, tuple) else (made, ())
     if not isinstance(model, torch.nn.Module):
         raise ModelNotUsable(

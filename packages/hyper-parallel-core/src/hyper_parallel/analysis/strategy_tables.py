@@ -17,7 +17,7 @@ from hyper_parallel.dtensor import wrap
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp, FunctionOp
 from hyper_parallel.op_entry import OpEntry
-from hyper_parallel.placements import Placement, Replicate, is_replicate, short
+from hyper_parallel.placements import Placement, Replicate, is_replicate, is_shard, short
 from hyper_parallel.plan import Rule
 from hyper_parallel.spec import make_spec
 from hyper_parallel.strategy import LayoutOp, P, Row, S, StrategyOp
@@ -78,6 +78,9 @@ def _listed(op: StrategyOp, sample: SampleCall) -> list[tuple[tuple[str, ...], t
         rows = [Row.of(op, call, strategy, op.num_outputs(call)) for strategy in op.strategies(call)]
     except Exception:  # a made-up call that the rule, unlike the function, does not accept
         return []
+    ranks = [len(spec.shape) for spec in call.inputs]
+    if any(is_shard(p) and p.dim >= ndim for row in rows for p, ndim in zip(row.inputs, ranks, strict=True)):
+        return []  # nor is this one meant
     return [(tuple(map(short, row.inputs)), tuple(map(short, row.outputs))) for row in rows]
 
 

@@ -7,7 +7,6 @@ import argparse
 import inspect
 import runpy
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
@@ -42,6 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hyper_parallel.analysis.fake_world import fake_world, parse_mesh
     from hyper_parallel.analysis.op_trace import OpTrace, folded
     from hyper_parallel.analysis.sample_models import ModelNotUsable
+    from hyper_parallel.analysis.user_traceback import user_traceback
 
     try:
         mesh = parse_mesh(arguments.mesh)
@@ -62,8 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
             failure = "" if error.code in (None, 0) else f"the program ended with {error.code!r}"
         except KeyboardInterrupt:
             raise
-        except BaseException:  # torch's CheckpointException is no Exception
-            failure = traceback.format_exc()
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            failure = user_traceback(error)
     steps = [(step, 1) for step in trace.steps] if arguments.all else folded(trace.steps)
     if arguments.html is not None:
         arguments.html.write_text(_as_html(arguments, trace, steps), encoding="utf-8")
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _print(trace, steps)
     if failure:
-        print(f"\n{failure.rstrip()}", file=sys.stderr)
+        print(f"\n{failure}", file=sys.stderr)
     return int(bool(failure))
 
 
@@ -104,6 +104,9 @@ def _call(program: str, arguments: Sequence[str], mesh: dict[str, int]) -> Any:
 
 
 def _print(trace: OpTrace, steps: Sequence[tuple[OpStep, int]]) -> None:
+    if not trace.steps:
+        print("no operator was called on a DTensor, and nothing was communicated")
+        return
     print(f"layouts are written per mesh axis: {', '.join(trace.axis_names)}\n")
     for step, times in steps:
         print(f"{step.name}{f'  x{times}' if times > 1 else ''}")

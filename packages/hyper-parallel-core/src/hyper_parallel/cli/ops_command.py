@@ -6,8 +6,10 @@ import argparse
 import difflib
 import importlib
 import sys
+import textwrap
+from collections.abc import Sequence
 
-from hyper_parallel.cli.reporting import print_json, print_table
+from hyper_parallel.cli.reporting import print_json
 from hyper_parallel.cli.rule_descriptions import described_rules
 from hyper_parallel.errors import OpConflictError, PluginError
 from hyper_parallel.op_entry import OpEntry
@@ -37,8 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(ops=[_as_json(entry, registry) for entry in entries])
         else:
-            rows = [(entry.name, entry.provider, entry.class_path, entry.source) for entry in entries]
-            print_table(("OP", "PROVIDER", "IMPL", "SOURCE"), rows)
+            print(_listing(entries))
         return 0
     rules = described_rules(entries)
     if arguments.json:
@@ -48,6 +49,18 @@ def _run(arguments: argparse.Namespace) -> int:
         texts = [f"{_described(e, registry)}\n{rule.as_text()}" for e, rule in zip(entries, rules, strict=True)]
         print("\n\n".join(texts))
     return 0
+
+
+def _listing(entries: Sequence[OpEntry]) -> str:
+    """The names, as many on a line as fit, under their provider and the file that lists them."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        places.setdefault((entry.provider, entry.source.rpartition(":")[0]), []).append(entry.name)
+    texts = []
+    for (provider, file), names in places.items():
+        lines = textwrap.wrap("  ".join(names), 78, break_long_words=False, break_on_hyphens=False)
+        texts.append("\n".join([f"{provider}  {file}", *(f"  {line}" for line in lines)]))
+    return "\n\n".join(texts) + "\n\nhyper-parallel ops NAME says what a rule takes and gives"
 
 
 def _unknown(name: str, registry: Registry) -> int:
