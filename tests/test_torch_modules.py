@@ -5,8 +5,17 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    implicit_replication,
+    redistribute_policy,
+)
 from hyper_parallel.testing.checking import mesh_of
 from hyper_parallel.testing.placing import make
 
@@ -229,6 +238,44 @@ def test_state_dict_round_trip(layout):
     other.load_state_dict({n: v * 3 for n, v in state.items()}, assign=True)
     assert torch.equal(other.fc1.weight.full_tensor(), 3 * placed.fc1.weight.full_tensor())
     assert isinstance(other.fc1.weight, nn.Parameter)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        other.load_state_dict(state)
+        other.float().double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    torch.testing.assert_close(other.fc1.weight.full_tensor(), placed.fc1.weight.full_tensor(), rtol=1e-6, atol=1e-6)
+    assert other.fc1.weight.layout is placed.fc1.weight.layout
+
+
+class Squashed(nn.Module):
+    def forward(self, weight):
+        return torch.tanh(weight)
+
+    def right_inverse(self, weight):
+        return torch.atanh(weight)
+
+
+PARAMETRIZED = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "own": lambda module: parametrize.register_parametrization(module, "weight", Squashed()),
+}
+
+
+@pytest.mark.ranks(4)
+@laid_out
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_parametrized_modules(layout, name):
+    plain, placed, x, dx = nets(layout)
+    with redistribute_policy("auto"), implicit_replication():
+        for net, given in ((plain, x), (placed, dx)):
+            torch.manual_seed(1)
+            PARAMETRIZED[name](net.fc1)
+            net(given).square().mean().backward()
+        torch.testing.assert_close(placed(dx).full_tensor(), plain(x))
+    for got, want in zip(placed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad)
 
 
 @pytest.mark.ranks(4)
