@@ -1,6 +1,7 @@
 """Linear layers in pieces: equal to the plain path, in as many bytes, and computing while they communicate."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.errors import RedistributionError
+from hyper_parallel_tp.overlapped_linear import _gathered
 
 R = Replicate()
 IN, OUT = 6, 10
@@ -119,6 +121,22 @@ def test_layers_that_share_an_input_gather_it_once(name, used):
             torch.testing.assert_close(got.grad.full_tensor(), want.grad)
         else:
             assert got.grad is None or not got.grad.any()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backwards", [0, 1])
+def test_what_was_gathered_goes_with_its_input(backwards):
+    x, w = (
+        spread(leaf(2, 4, IN, seed=1), mesh_of((2,)), Shard(1)) * 1,
+        spread(leaf(OUT, IN, seed=2), mesh_of((2,)), Shard(0)),
+    )
+    outs = [all_gather_linear(x, w), all_gather_linear(x, w)]
+    held = weakref.ref(_gathered[x].tensor.to_local())
+    for _ in range(backwards):
+        sum(out.sum() for out in outs).backward()
+    assert held() is not None
+    del x, outs
+    assert held() is None
 
 
 @pytest.mark.ranks(4)

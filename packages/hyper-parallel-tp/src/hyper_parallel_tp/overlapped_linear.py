@@ -68,7 +68,7 @@ def all_gather_linear(input: DTensor, weight: DTensor, bias: DTensor | None = No
         return F.linear(known.tensor, weight, bias)  # type: ignore[return-value]
     typed, (x, w, *b) = _locals(tensors)
     known = _Gathered(input)
-    product, gathered = _AllGatherLinear.apply(x, w, b[0] if b else None, cut, known)
+    product, gathered = _AllGatherLinear.apply(x, w, b[0] if b else None, cut, known.graph)
     if gathered.dtype is input.dtype and not gathered.is_inference():
         known.tensor = wrap(gathered, target_spec(input.spec, whole, input.spec.varying | {axis}))
         _gathered[input] = known
@@ -112,6 +112,12 @@ def linear_reduce_scatter(
     return summed if bias is None else summed + bias  # type: ignore[return-value]
 
 
+class _Graph:
+    """Whether a backward went through a graph, which freed what it had kept."""
+
+    spent = False
+
+
 class _Gathered:
     """What one layer gathered of its input, for the others that share it."""
 
@@ -119,11 +125,11 @@ class _Gathered:
 
     def __init__(self, input: DTensor) -> None:
         self.made = self._circumstances(input)
-        self.spent = False  # after a backward, which frees what the graph has kept
+        self.graph = _Graph()
 
     def is_current(self, input: DTensor, whole: Layout) -> bool:
         """Whether a layer may use it: nothing was written, and it is the same forward, or the same recomputation."""
-        return not self.spent and self.tensor.layout is whole and self.made == self._circumstances(input)
+        return not self.graph.spent and self.tensor.layout is whole and self.made == self._circumstances(input)
 
     @staticmethod
     def _circumstances(input: DTensor) -> tuple[Any, ...] | None:
@@ -146,7 +152,7 @@ class _AllGatherLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         cut: SequencePieces,
-        shared: _Gathered,
+        graph: _Graph,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arriving = [cut.gather(x, piece) for piece in range(cut.count)]
         gathered = x.new_empty(cut.whole_shape(x.shape))
@@ -156,7 +162,7 @@ class _AllGatherLinear(torch.autograd.Function):
             cut.put(out, piece, F.linear(rows, weight, bias))
             cut.put(gathered, piece, rows)
         ctx.save_for_backward(gathered if ctx.needs_input_grad[1] else None, weight)
-        ctx.cut, ctx.shared, ctx.with_bias = cut, shared, bias is not None
+        ctx.cut, ctx.graph, ctx.with_bias = cut, graph, bias is not None
         ctx.set_materialize_grads(False)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(gathered)
@@ -166,7 +172,7 @@ class _AllGatherLinear(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor | None, to_gathered: torch.Tensor | None) -> tuple[Any, ...]:
         gathered, weight = ctx.saved_tensors
-        ctx.shared.spent = True
+        ctx.graph.spent = True
         cut: SequencePieces = ctx.cut
         to_x = to_weight = to_bias = None
         leaving = []
