@@ -13,6 +13,7 @@ from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.spec import Spec, make_spec
+from hyper_parallel.strategy import LayoutOp
 from hyper_parallel.structures import map_tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def make_call(op: DistributedOp, rule: Rule | None, args: tuple[Any, ...], kwarg
         inputs,
         needs_grad,
         state.mode,
-        getattr(op, "_parsed", None),
+        op.arguments if isinstance(op, LayoutOp) and op.signature is not None else None,
         bool(rule and rule.inplace),
     )
 

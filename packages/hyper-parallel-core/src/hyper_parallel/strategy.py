@@ -75,6 +75,7 @@ class LayoutOp(DistributedOp):
 
     Attributes:
         signature: parameter names, when the rule reads arguments by name.
+        arguments: the signature, with which a local function reads its own: ``self.arguments.bind(args, kwargs)``.
         scalars_matter: whether an int argument (beyond its type) can change a layout. False lets ``x * 3`` and ``x *
             4`` share a cache entry.
         floats_matter: whether a float argument can change one too (the order of a norm). A rule that reads a float
@@ -92,7 +93,7 @@ class LayoutOp(DistributedOp):
 
     def __init__(self, op_name: str, **params: Any) -> None:
         super().__init__(op_name, **params)
-        self._parsed = None if self.signature is None else Signature(self.signature)
+        self.arguments = Signature(self.signature or "")
 
     def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The index of the part of the first argument that the result shows, for an operator whose results are views: a

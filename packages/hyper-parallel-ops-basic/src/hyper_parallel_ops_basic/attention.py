@@ -127,10 +127,10 @@ class Attention(StrategyOp):
         layout = outputs[0].with_order(outputs[0].placements, (outputs[0].shard_order + ((),) * len(out))[: len(out)])
         layout = layout.with_placements(dict.fromkeys(layout.shard_order[-1], Replicate()))
         layout = layout.with_placements({a: on_dim(seen.placements[a], len(out) - 1) for a in seen.shard_order[-2]})
-        parsed = self._parsed
+        arguments = self.arguments
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            given = arguments.bind(args, kwargs)
             if shared:
                 given.update(key=gathers[0](given["key"]), value=gathers[1](given["value"]))
             if heads is not None:

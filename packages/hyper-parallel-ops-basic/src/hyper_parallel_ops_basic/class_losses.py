@@ -64,10 +64,10 @@ class ClassLoss(StrategyOp):
         if not classes.over and not over_batch:
             return None
         dense, reduction, elements = self.has_probabilities(call), reduction_of(call.arg), _elements(shape, dim)
-        parsed, losses_of = self._parsed, self.losses_of
+        arguments, losses_of = self.arguments, self.losses_of
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            given = arguments.bind(args, kwargs)
             x, target, ignored = given["input"], given["target"], given.setdefault("ignore_index", -100)
             unknown = None if dense else unknown_targets(target, ignored, shape[dim])
             if unknown is not None:

@@ -117,11 +117,10 @@ class Convolution(StrategyOp):
             if layout.shard_order[d]:
                 moves[d] = window.halo(layout, output, shape[d], d)
                 windows[i] = window.without_padding()
-        groups, parsed = call.arg("groups", 1), self._parsed
-        assert parsed is not None
+        groups, arguments = call.arg("groups", 1), self.arguments
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             x, weight, bias = given["input"], given["weight"], given.get("bias")
             for d, move in moves.items():
                 x = move(x, d)

@@ -43,12 +43,11 @@ class Dropout(LayoutOp):
         layout = call.inputs[0].layout
         products = {a for a, p in enumerate(layout.placements) if isinstance(p, Partial) and p.reduce_op == "product"}
         target = settled(layout) if products else layout
-        mask_layout, func, parsed = settled(target), call.func, self._parsed
+        mask_layout, func, arguments = settled(target), call.func, self.arguments
         shape = tuple(call.inputs[0].shape)
-        assert parsed is not None
 
         def drop(*args: Any, **kwargs: Any) -> torch.Tensor:
-            bound = parsed.bind(args, kwargs)
+            bound = arguments.bind(args, kwargs)
             x, p = bound["input"], bound.get("p", 0.5)
             if not bound.get("training", bound.get("train", True)) or p == 0:
                 return func(*args, **kwargs)
@@ -82,12 +81,11 @@ class AlphaDropout(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        func, layout, shape, parsed = call.func, targets[0], tuple(call.inputs[0].shape), self._parsed
+        func, layout, shape, arguments = call.func, targets[0], tuple(call.inputs[0].shape), self.arguments
         whole_features = self.whole_features
-        assert parsed is not None
 
         def drop(*args: Any, **kwargs: Any) -> torch.Tensor:
-            bound = parsed.bind(args, kwargs)
+            bound = arguments.bind(args, kwargs)
             x, p = bound["input"], bound.get("p", 0.5)
             if not bound.get("training", bound.get("train", False)) or p in (0, 1):
                 return func(*args, **kwargs)

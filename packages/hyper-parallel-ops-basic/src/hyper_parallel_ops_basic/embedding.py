@@ -77,12 +77,11 @@ class Embedding(StrategyOp):
                 raise AssertionError("Padding_idx must be within num_embeddings")
             padding = held.position(padding % shape[0])
             whole_padding = call.arg("padding_idx") % shape[0]
-        parsed, ids = self._parsed, call.position("input")
-        assert parsed is not None
+        arguments, ids = self.arguments, call.position("input")
         exchange = Exchange(targets[weight], shape, 0, targets[ids], tuple(call.inputs[ids].shape))
 
         def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
-            bound = parsed.bind(args, kwargs)
+            bound = arguments.bind(args, kwargs)
             if exchange:
                 rows, at, numbers = exchange.read(bound["weight"], bound["input"])
                 unused = None if whole_padding is None else (numbers == whole_padding).nonzero()

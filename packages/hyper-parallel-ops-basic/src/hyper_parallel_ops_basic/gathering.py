@@ -72,11 +72,10 @@ class IndexSelect(StrategyOp):
         shape, where = tuple(call.spec("input").shape), call.position("index")
         exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
         held = HeldIndices(targets[0], shape, dim)
-        parsed, take, over = self._parsed, self.take, self.over_index
-        assert parsed is not None
+        arguments, take, over = self.arguments, self.take, self.over_index
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             x, index = given["input"], given["index"]
             if exchange:
                 rows, at, _ = exchange.read(x, index)

@@ -89,11 +89,10 @@ class GroupedMM(StrategyOp):
         operands = [call.position(name) for name in self.operands]
         rows = held_of_label(call, targets, operands, labels, "s")
         own_groups = held_of_label(call, targets, operands, labels, "e") if "e" not in labels[2] else None
-        parsed, func, names = self._parsed, call.func, self.operands
-        assert parsed is not None
+        arguments, func, names = self.arguments, call.func, self.operands
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             if given.get("bias") is not None or given.get("out_dtype") not in (None, given[names[0]].dtype):
                 return func(*args, **kwargs)  # says that PyTorch does not support it
             a, b, offs = given[names[0]], given[names[1]], given.get("offs")

@@ -377,11 +377,10 @@ class MaskedScatter(LayoutOp):
         like = of_dims(target, kept)
         mask_layout = like.move_dims([d - added for d in kept], len(mask.shape))
         targets = [target, mask_layout, call.spec("source").layout.replicated()]
-        parsed, in_place = self._parsed, call.inplace
-        assert parsed is not None
+        arguments, in_place = self.arguments, call.inplace
 
         def scatter(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             x, source = given["input"], given["source"].reshape(-1)
             chosen = given["mask"].expand(x.shape)
             picked = Picked(chosen, target, shape)

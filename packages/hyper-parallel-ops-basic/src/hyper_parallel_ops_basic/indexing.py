@@ -295,14 +295,10 @@ class Narrow(GetItem):
         return Index((slice(None),) * dim + (slice(start, start + length),), shape)
 
     def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        given = self._given(args, kwargs)
+        given = self.arguments.bind(args, kwargs)
         dim, start, ndim = given["dim"], int(given["start"]), args[0].ndim
         start = start + args[0].shape[dim] if start < 0 else start
         return (slice(None),) * normal_dim(dim, ndim) + (slice(start, start + given["length"]),)
-
-    def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        assert self._parsed is not None
-        return self._parsed.bind(args, kwargs)
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return ()
@@ -319,5 +315,5 @@ class Select(Narrow):
         return Index((slice(None),) * dim + (int(call.arg("index")),), call.inputs[0].shape)
 
     def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        given = self._given(args, kwargs)
+        given = self.arguments.bind(args, kwargs)
         return (slice(None),) * normal_dim(given["dim"], args[0].ndim) + (int(given["index"]),)

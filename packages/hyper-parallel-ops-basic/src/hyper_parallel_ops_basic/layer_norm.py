@@ -70,10 +70,10 @@ class RowNorm(StrategyOp):
         if not over:
             return None
         count = math.prod(call.inputs[at].shape[d] for d in dims)
-        parsed, compute = self._parsed, self.compute
+        arguments, compute = self.arguments, self.compute
 
         def local(*args: Any, **kwargs: Any) -> Any:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            given = arguments.bind(args, kwargs)
             return compute(given, over, dims, count)
 
         return local
@@ -180,7 +180,7 @@ class GroupNorm(StrategyOp):
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
         layout, shape = targets[call.index("input") or 0], tuple(call.spec("input").shape)
-        groups, parsed = int(call.arg("num_groups")), self._parsed
+        groups, arguments = int(call.arg("num_groups")), self.arguments
         axes = layout.shard_order[1]
         ways = math.prod(layout.mesh_shape[a] for a in axes)
         packed = any(isinstance(layout.placements[a], PackedShard) for a in axes)
@@ -188,7 +188,7 @@ class GroupNorm(StrategyOp):
         over = OverAxes(layout, [*([1] if split else []), *range(2, len(shape))])
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            given = arguments.bind(args, kwargs)
             x, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
             if not over:
                 # torch.group_norm: the functional form checks sizes, which are those of a piece here.

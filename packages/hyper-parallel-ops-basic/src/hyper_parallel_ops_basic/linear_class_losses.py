@@ -142,10 +142,10 @@ class ChunkedLinearCrossEntropy(StrategyOp):
         rows = call.spec("target").shape
         rows_over = OverAxes(targets[call.position("target")], range(len(rows)))
         classes = replace(ClassShard.of(layout, shape, 0, weight_is_sharded(call, targets)), dim=1)
-        reduction, elements, parsed = reduction_of(call.arg), rows.numel(), self._parsed
+        reduction, elements, arguments = reduction_of(call.arg), rows.numel(), self.arguments
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            given = arguments.bind(args, kwargs)
             matrix, target = given["linear_weight"], given["target"]
             x = given["input"].reshape(target.numel(), matrix.shape[1])
             ignored = given.get("ignore_index", -100)

@@ -38,7 +38,7 @@ class Moments(Reduction):
     def __init__(self, op_name: str, *, root: bool = False, mean: bool = False) -> None:
         super().__init__(op_name)
         self.root, self.mean = root, mean
-        self._parsed = _Overloads(self.signature)
+        self.arguments = _Overloads(self.signature)
 
     def num_outputs(self, call: Call) -> int:
         return 2 if self.mean else 1
@@ -50,7 +50,7 @@ class Moments(Reduction):
         if not over:
             return None
         dims, keep, count = self.folded(call), self.keepdim(call), self.count(call)
-        root, both, bind = self.root, self.mean, self._parsed.bind  # type: ignore[union-attr]
+        root, both, bind = self.root, self.mean, self.arguments.bind
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             spread, mean = variance(x, over, dims, count, _correction(bind((x, *args), kwargs)), keep)

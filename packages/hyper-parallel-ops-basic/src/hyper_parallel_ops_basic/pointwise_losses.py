@@ -63,12 +63,12 @@ class PointwiseLoss(StrategyOp):
         if self._by_weights(call):
             layout = targets[weight_at or 0]
             over = OverAxes(layout, range(layout.ndim))
-        parsed, func = self._parsed, call.func
+        arguments, func = self.arguments, call.func
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)  # type: ignore[union-attr]
+            given = arguments.bind(args, kwargs)
             given.update(size_average=None, reduce=None, reduction="none")
-            losses = func(**{name: value for name, value in given.items() if name in parsed.names})  # type: ignore[union-attr]
+            losses = func(**{name: value for name, value in given.items() if name in arguments.names})
             if over is None:
                 return mean_term(losses, tuple(range(losses.ndim)), False, count)
             total, weights = over.sum(torch.stack([losses.sum(), given["weight"].sum()]))

@@ -38,7 +38,8 @@ class Pool(StrategyOp):
     def __init__(self, op_name: str, *, dims: int, average: bool = False) -> None:
         if average:
             self.signature = (
-                "input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override"
+                "input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, "
+                "divisor_override=None"
             )
         super().__init__(op_name)
         self.dims, self.average = dims, average
@@ -92,11 +93,10 @@ class Pool(StrategyOp):
         starts = {i: w.starts(output, shape[first + i], first + i) for i, w in halos.items()}
         native = [w.without_padding() if i in halos else w for i, w in enumerate(windows)]
         share = self._share_of_kernel(call, halos, starts, shape[first:])
-        func, parsed, count = call.func, self._parsed, self.num_outputs(call)
-        assert parsed is not None
+        func, arguments, count = call.func, self.arguments, self.num_outputs(call)
 
         def local(*args: Any, **kwargs: Any) -> Any:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             x = given.pop("input")
             for i, move in moves.items():
                 x = move(x, first + i)

@@ -11,6 +11,7 @@ from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import Move, indices_of, plain
+from hyper_parallel.families.precision import wide
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
@@ -60,8 +61,7 @@ class Interpolate(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        (layout,), (sizes,), parsed = targets, call.output_shapes(), self._parsed
-        assert parsed is not None
+        (layout,), (sizes,), arguments = targets, call.output_shapes(), self.arguments
         if not any(layout.shard_order):
             return None
         positions = range(2, len(sizes))
@@ -69,7 +69,7 @@ class Interpolate(StrategyOp):
             func = call.func
 
             def whole_planes(*args: Any, **kwargs: Any) -> torch.Tensor:
-                x = parsed.bind(args, kwargs)["input"]
+                x = arguments.bind(args, kwargs)["input"]
                 return func(*args, **kwargs) if x.numel() else zeros_from((*x.shape[:2], *sizes[2:]), x)
 
             return whole_planes
@@ -78,7 +78,7 @@ class Interpolate(StrategyOp):
         taps = [_Taps(resize.weights(d), layout, output, d, (resize.shape[d], sizes[d])) for d in positions]
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            x = parsed.bind(args, kwargs)["input"]
+            x = arguments.bind(args, kwargs)["input"]
             dtype = x.dtype
             for weighted_sums in taps:
                 x = weighted_sums(x)
@@ -167,8 +167,8 @@ class _Taps:
         places = self.places.to(x.device)
         if places.shape[1] == 1:
             return x.index_select(self.dim, places[:, 0])
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        share = self.share.to(wide.device, wide.dtype)
+        x = wide(x)
+        share = self.share.to(x.device, x.dtype)
         view = [-1 if d == self.dim else 1 for d in range(x.ndim)]
-        terms = (wide.index_select(self.dim, places[:, k]) * share[:, k].view(view) for k in range(places.shape[1]))
-        return sum(terms, start=wide.new_zeros(()))
+        terms = (x.index_select(self.dim, places[:, k]) * share[:, k].view(view) for k in range(places.shape[1]))
+        return sum(terms, start=x.new_zeros(()))

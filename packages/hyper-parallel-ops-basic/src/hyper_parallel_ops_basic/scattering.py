@@ -88,11 +88,10 @@ class _Write(StrategyOp):
             Exchange(targets[0], shape, dim, targets[where], index_shape),
         )
         func = getattr(torch, call.name.rstrip("_"))
-        inplace, parsed = call.inplace, self._parsed
-        assert parsed is not None
+        inplace, arguments = call.inplace, self.arguments
 
         def write(*args: Any, **kwargs: Any) -> torch.Tensor:
-            bound = parsed.bind(args, kwargs)
+            bound = arguments.bind(args, kwargs)
             x, index = bound.pop("input"), bound.pop("index")
             if "src" in bound and not isinstance(bound["src"], torch.Tensor):
                 bound["value"] = bound.pop("src")

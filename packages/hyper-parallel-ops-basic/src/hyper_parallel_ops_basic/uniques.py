@@ -173,11 +173,10 @@ class CDist(StrategyOp):
         over = OverAxes(targets[0], [targets[0].ndim - 1])
         if not over:
             return None
-        p, parsed = float(call.arg("p", 2.0)), self._parsed
-        assert parsed is not None
+        p, arguments = float(call.arg("p", 2.0)), self.arguments
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             mine = torch.cdist(given["x1"], given["x2"], p)
             return torch.linalg.vector_norm(over.gather(mine), p, 0)
 

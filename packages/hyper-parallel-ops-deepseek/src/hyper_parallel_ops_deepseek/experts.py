@@ -113,11 +113,10 @@ class GroupedMatmul(StrategyOp):
         groups = held_of_label(call, targets, [x[0], weight[0]], labels, "e") if "e" not in labels[2] else None
         if rows is None and groups is None:
             return None
-        func, parsed = call.func, self._parsed
-        assert parsed is not None
+        func, arguments = call.func, self.arguments
 
         def local(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             (a,), (b,) = given.pop("x"), given.pop("weight")
             listed = given.pop("group_list")
             ends = group_ends(listed, given.pop("group_list_type", 0), a.device)

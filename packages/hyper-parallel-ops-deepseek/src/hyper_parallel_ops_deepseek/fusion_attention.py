@@ -109,11 +109,10 @@ class FusionAttention(StrategyOp):
         d, shape = head_dim(letters), tuple(call.spec("query").shape)
         heads, groups = head_counts(call, letters)
         takes_heads = bool(query.shard_order[d]) and not key.shard_order[d]
-        func, parsed = call.func, self._parsed
-        assert parsed is not None
+        func, arguments = call.func, self.arguments
 
         def local(*args: Any, **kwargs: Any) -> Any:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             given["head_num"] = heads * given["query"].shape[d] // shape[d]
             if takes_heads:
                 own = global_indices(query, shape, d, given["query"].device) // (heads // groups)

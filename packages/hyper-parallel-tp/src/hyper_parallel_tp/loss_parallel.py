@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import DeviceMesh, DTensor, Replicate, all_gather, implicit_replication
 from hyper_parallel.boxes import chunk_bounds
+from hyper_parallel.families.precision import LOW
 from hyper_parallel.mesh import mesh_info
 
 __all__ = ["gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"]
@@ -138,7 +139,7 @@ class _Guard(TorchFunctionMode):
             if isinstance(scores, DTensor) and (_plain(args) or _plain(kwargs.values())):
                 _check_whole(name, scores, kept, target)
                 stack.enter_context(implicit_replication())
-            if scores.dtype in (torch.float16, torch.bfloat16):
+            if scores.dtype in LOW:
                 stack.enter_context(torch.autocast(scores.device.type, scores.dtype))
             return func(*args, **kwargs)
 

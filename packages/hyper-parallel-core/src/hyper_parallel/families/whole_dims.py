@@ -154,12 +154,11 @@ class WholeDims(StrategyOp):
         dealt = Dealt(targets[0], tuple(call.inputs[0].shape), dims)
         if not dealt and not (self.kernels_need_lines and any(targets[0].shard_order)):
             return None
-        on_lines, folds, keep, parsed = self.on_lines(call), self.folds, self.keepdim(call), self._parsed
-        assert parsed is not None
-        first = parsed.names[0]
+        on_lines, folds, keep, arguments = self.on_lines(call), self.folds, self.keepdim(call), self.arguments
+        first = arguments.names[0]
 
         def local(*args: Any, **kwargs: Any) -> Any:
-            given = parsed.bind(args, kwargs)
+            given = arguments.bind(args, kwargs)
             out = on_lines(dealt.lines(given.pop(first)), given)
             settle: Callable[[torch.Tensor], torch.Tensor] = (
                 (lambda t: self.folded_form(call, dealt.gathered(t, keep))) if folds else dealt.back
