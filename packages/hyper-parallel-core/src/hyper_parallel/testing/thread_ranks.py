@@ -204,6 +204,7 @@ def _threaded_world(turns: Turns) -> Iterator[Any]:
             f"({error}); use --ranks-backend=processes"
         ) from error
     with ExitStack() as stack:
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)  # which every rank wraps once more
         isolate(True)
         stack.callback(isolate, False)
         install()
