@@ -74,6 +74,10 @@ class Boundary:
             varying |= frozenset(a for a in spec.varying if is_replicate(layout.placements[a]))
         return remembered(value, layout, varying, in_flight=self.in_flight)
 
+    def is_in_place(self, value: Any) -> bool:
+        """Whether a value is a plain tensor that is, as it is, this rank's piece in the declared layout."""
+        return value.__class__ is torch.Tensor and not (self._plain.get(value.ndim) or self._plain_of(value.ndim))[2]
+
     def _plain_of(self, ndim: int) -> tuple[Layout, int | None, bool]:
         """What a plain tensor is taken as: its layout, the length of its last dim where that is sharded and known, and
         whether others may move it too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,14 +25,20 @@ class Pending(Protocol):
 
 
 class _Work:
-    def __init__(self, out: torch.Tensor, work: Any, finish: Any = None) -> None:
+    """A collective that writes the result; or, with ``finish``, buffers from which that function makes it."""
+
+    def __init__(self, out: torch.Tensor, work: Any, finish: Callable[[torch.Tensor], Any] | None = None) -> None:
         self.out, self._work, self._finish = out, work, finish
+        # By the time it is written the result may have history; this is the same memory without.
+        self._written = out if finish is None else out.detach()
 
     def wait(self) -> None:
-        with torch.no_grad():  # gloo's wait copies into the result, which by now may have history
+        if self._finish is not None:
             self._work.wait()
-            if self._finish is not None:
-                self._finish()
+            self._finish(self._written)
+            return
+        with torch.no_grad():  # gloo's wait copies into the result
+            self._work.wait()
 
 
 class Cast:
@@ -119,7 +126,7 @@ class AllReduce(Step):
         sent, decode = form.encode(x).contiguous(), form.decode
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         work = comm.all_reduce(sent, self.group, form.op, async_op=True)
-        return _Work(out, work, lambda: out.copy_(decode(sent)))
+        return _Work(out, work, lambda written: written.copy_(decode(sent)))
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         form = wire(self.op, x.dtype)
@@ -163,7 +170,9 @@ class ReduceScatter(Step):
             return _Work(buffer, work)
         out = x.new_empty(self._trimmed(buffer).shape)
         return _Work(
-            out, work, lambda: out.copy_(self._trimmed(buffer) if decode is None else decode(self._trimmed(buffer)))
+            out,
+            work,
+            lambda written: written.copy_(self._trimmed(buffer) if decode is None else decode(self._trimmed(buffer))),
         )
 
     def _buffer(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,7 +235,7 @@ class AllGather(Step):
         if self.cat_dim == 0:
             return _Work(stacked, work)
         out = x.new_empty(self.shape)
-        return _Work(out, work, lambda: self._assembled(stacked, out))
+        return _Work(out, work, lambda written: self._assembled(stacked, written))
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         if self.even:
@@ -263,7 +272,7 @@ class Exchange(Step):
         buffer = x.new_empty(sum(self.out_splits))
         out = x.new_empty(self.shape)
         work = comm.all_to_all(buffer, packed, self.out_splits, self.in_splits, self.group, async_op=True)
-        return _Work(out, work, lambda: self._assemble(out, buffer))
+        return _Work(out, work, lambda written: self._assemble(written, buffer))
 
     def _assemble(self, out: torch.Tensor, buffer: torch.Tensor) -> None:
         for receive, part in zip(self.receives, buffer.split(self.out_splits), strict=True):

@@ -50,14 +50,13 @@ def change_inputs(
             hint = f"did you mean {', '.join(near)}?" if near else f"it takes {', '.join(names)}"
             raise ValueError(f"{type(module).__name__}.forward has no argument {name!r}; {hint}")
 
+    placed = [(index, change) for index, change in enumerate(by_position) if change is not None]
     inner = forward_function(module)
 
     @functools.wraps(inner)
     def forward(module: nn.Module, /, *args: Any, **keywords: Any) -> Any:
         inputs = list(args)
-        for index, change in enumerate(by_position):
-            if change is None:
-                continue
+        for index, change in placed:
             if index < len(inputs):
                 inputs[index] = change(module, inputs[index])
             elif index < len(names) and names[index] in keywords:

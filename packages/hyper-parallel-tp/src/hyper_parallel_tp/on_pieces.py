@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout
-from hyper_parallel.boundary import forward_function, set_forward
+from hyper_parallel.boundary import Boundary, forward_function, set_forward
 from hyper_parallel.conversion import remembered
 from hyper_parallel.mesh import mesh_info
 
@@ -57,7 +57,7 @@ def compute_on_pieces(
     layer: nn.Module,
     compute: Compute,
     mesh: DeviceMesh,
-    enter: Callable[[Any], Any],
+    enter: Boundary,
     leave: Callable[[Any, torch.Tensor, Any], Any],
     uses: Mapping[str, tuple[Layout, frozenset[int]]],
 ) -> None:
@@ -67,8 +67,9 @@ def compute_on_pieces(
         layer: with its parameters spread.
         compute: its function of pieces; None as result is the wish to go the general way, which knows what is wrong.
         mesh: the style's.
-        enter: from an input to the DTensor that the layer needs.
-        leave: from the layer, a piece of the output, and the input as it entered, to what the style returns.
+        enter: the boundary at its input.
+        leave: from the layer, a piece of the output, and the input as it entered (None for a plain piece that was the
+            right one already), to what the style returns.
         uses: typed layouts in which parameters meet the piece, where those are not their own.
     """
     general = forward_function(layer)
@@ -90,10 +91,12 @@ def compute_on_pieces(
             local[name] = parameter.to_local()
         if len(local) != len(placed):  # one is computed from others now, as weight_norm does
             return general(layer, input)
-        entered = enter(input)
-        if entered.__class__ is not DTensor or entered.spec.layout.info is not info:
-            return general(layer, input)
-        piece = entered.to_local()
+        entered, piece = None, input
+        if not enter.is_in_place(input):
+            entered = enter(input)
+            if entered.__class__ is not DTensor or entered.spec.layout.info is not info:
+                return general(layer, input)
+            piece = entered.to_local()
         out = compute(layer, piece, **local)
         return general(layer, input) if out is None else leave(layer, out, entered)
 

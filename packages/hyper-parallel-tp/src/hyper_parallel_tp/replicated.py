@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -51,7 +51,7 @@ class SequenceParallel(ParallelStyle):
             # Each rank sees its part of the positions, so its gradient of a parameter is one term.
             parameters: Iterable[tuple[str, Any]] = module.named_parameters(recurse=False)
             uses = {name: (parameter.layout, frozenset([0])) for name, parameter in parameters}
-            compute_on_pieces(module, self._by_position(compute), device_mesh, enter, self._leave, uses)
+            compute_on_pieces(module, self._by_position(compute), device_mesh, enter, self._leaving(enter), uses)
         return module
 
     def _by_position(self, compute: Compute) -> Compute:
@@ -63,12 +63,19 @@ class SequenceParallel(ParallelStyle):
 
         return norm
 
-    def _leave(self, layer: nn.Module, out: torch.Tensor, entered: DTensor) -> torch.Tensor:
-        spec = _like(entered.spec, out.dtype)
-        if self.use_local_output:
-            check_pieces(spec.layout, spec.shape, layer)
-            return out
-        return wrap(out.contiguous(), spec)
+    def _leaving(self, enter: Boundary) -> Callable[..., torch.Tensor]:
+        """From a piece of a norm's output to what the style returns."""
+
+        def leave(layer: nn.Module, out: torch.Tensor, entered: DTensor | None) -> torch.Tensor:
+            if entered is None:
+                return out if self.use_local_output else enter(out)
+            spec = _like(entered.spec, out.dtype)
+            if self.use_local_output:
+                check_pieces(spec.layout, spec.shape, layer)
+                return out
+            return wrap(out.contiguous(), spec)
+
+        return leave
 
 
 @lru_cache(maxsize=256)
