@@ -173,3 +173,17 @@ def test_what_was_gathered_ahead_in_vain_is_not_used_after_a_change():
             for each in (plain, net):
                 for parameter in each.blocks[0].parameters():
                     getattr(parameter, "_local", parameter).mul_(1.5)
+
+
+@pytest.mark.ranks(2)
+def test_second_derivatives_of_parameters_that_are_kept():
+    plain, net = pair()
+    wrap(net)
+    net.set_reshard_after_backward(False)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    for each, part, ranks in ((plain, x, 1), (net, mine(x), 2)):  # gradients are averaged over the ranks
+        block, part = each.blocks[0], part.clone().requires_grad_()
+        out = block(part).square().sum()
+        (gradient,) = torch.autograd.grad(out, part, create_graph=True)
+        (ranks * (out + gradient.square().sum())).backward()
+    same_gradients(net.blocks[0], plain.blocks[0])
