@@ -46,6 +46,34 @@ class OfMatrices(StrategyOp):
             yield Strategy([shard_if_full(b, d, batch) for b in batches], S(d))
 
 
+class MatrixValues(WholeDims):
+    """Numbers of one matrix, or of each of a batch: ``svdvals``, ``det`` ...
+
+    Matrices that are sharded themselves are dealt out to the ranks, each of which works on whole ones.
+
+    Args:
+        outputs: number of outputs.
+    """
+
+    summary = OpSummary(
+        "every dim",
+        communicates="sharded matrices: 1 all-to-all of whole ones, dealt out to the ranks, 1 all-gather of results "
+        "| 1 all-to-all",
+    )
+
+    def __init__(self, op_name: str, *, outputs: int = 1) -> None:
+        signature = "A, *rest, driver, p, tol, atol, rtol, hermitian, UPLO"
+        super().__init__(op_name, signature=signature, outputs=outputs, folds=True)
+
+    def whole_dims(self, call: Call) -> tuple[int, ...]:
+        ndim = len(call.inputs[0].shape)
+        return ndim - 2, ndim - 1
+
+    def on_lines(self, call: Call) -> Callable[..., Any]:
+        func = call.func
+        return lambda matrices, given: func(matrices, *given.pop("rest", ()), **given)
+
+
 class Fourier(WholeDims):
     """``fft`` and its relatives along some dims; sharded ones are made whole by dealing the lines out (one all-to-all
     each way).

@@ -1,6 +1,6 @@
 """``torch.linalg.norm`` and ``matrix_norm`` in terms of other functions; see :mod:`hyper_parallel_ops_basic.composed`.
 
-Norms by sums (fro, 1, inf) keep every shard. Those by singular values (2, nuc) need whole matrices.
+Norms by sums (fro, 1, inf) keep every shard; those by singular values (2, nuc) deal out whole matrices to the ranks.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim, refuse
+from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.precision import wide
 from hyper_parallel.families.reduction import Reduction
+from hyper_parallel.families.whole_dims import Dealt
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
@@ -29,7 +30,7 @@ _FORMS = {
 
 
 class VectorNorm(Reduction):
-    """``linalg.vector_norm``, and ``torch.norm`` but for the nuclear norm, which needs whole matrices.
+    """``linalg.vector_norm``, and ``torch.norm``, whose nuclear norm deals out whole matrices to the ranks.
 
     Without a gradient the ranks' norms stay pending (a p-norm of p-norms is one), so that gradient clipping, which
     takes the norm of many tensors' norms, costs one all-reduce for all. With a gradient it is reduced inside: one
@@ -42,8 +43,8 @@ class VectorNorm(Reduction):
     summary = OpSummary(
         "every dim; a folded one leaves a pending norm",
         pending="passes where its order is the same",
-        communicates="none; where a gradient is needed 1 all-reduce | none (order inf: 1)",
-        whole="orders of matrices with singular values (2, nuc), which depend on the whole matrix",
+        communicates="none; where a gradient is needed, or the order is negative, 1 all-reduce | none (order inf: 1); "
+        "order nuc: 1 all-to-all of whole matrices, dealt out to the ranks, 1 all-gather of the results | 1 all-to-all",
     )
 
     floats_matter = True
@@ -63,10 +64,16 @@ class VectorNorm(Reduction):
             yield from super().strategies(call)
             return
         ndim = len(call.inputs[0].shape)
-        matrix = {normal_dim(d, ndim) for d in call.arg("dim") or range(ndim)}
-        for d in sorted(set(range(ndim)) - matrix):
+        matrix = self._matrix(call)
+        for d in range(ndim):
             gone = 0 if self.keepdim(call) else sum(m < d for m in matrix)
-            yield Strategy([S(d)], S(d - gone))
+            yield Strategy([S(d)], Replicate() if d in matrix else S(d - gone))
+
+    @staticmethod
+    def _matrix(call: Call) -> list[int]:
+        """The dims of the matrices, ascending."""
+        ndim = len(call.inputs[0].shape)
+        return sorted(normal_dim(d, ndim) for d in call.arg("dim") or range(ndim))
 
     def _is_matrix_norm(self, call: Call) -> bool:
         return call.arg(self._order) == "nuc"
@@ -89,20 +96,29 @@ class VectorNorm(Reduction):
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
         if self._is_matrix_norm(call):
-            return None
+            return self._of_whole_matrices(call, targets[0])
         over = self.over(call, targets)
         if not over:
             return None
         p, dims, keep, dtype = self.order(call), self.folded(call), self.keepdim(call), call.arg("dtype")
-        if p < 0 and not math.isinf(p):
-            raise refuse(call, f"a norm of order {p} over a sharded dim has no rule", "redistribute the input first")
-        inside = call.needs_grad[0]
+        inside = call.needs_grad[0] or (p < 0 and not math.isinf(p))
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             x = widened(x) if dtype is None else x.to(dtype)
             if inside:
                 return _Norm.apply(x, over, p, dims, keep)
             return local_norm(x, p, dims, keep)
+
+        return local
+
+    def _of_whole_matrices(self, call: Call, layout: Layout) -> Callable[..., Any] | None:
+        dealt = Dealt(layout, tuple(call.inputs[0].shape), self._matrix(call))
+        keep, dtype = self.keepdim(call), call.arg("dtype")
+        if not dealt:
+            return None
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return dealt.gathered(torch.linalg.matrix_norm(dealt.lines(x), "nuc", dtype=dtype), keep)
 
         return local
 
@@ -121,8 +137,10 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, over: OverAxes, p: float, dims: tuple[int, ...], keepdim: bool
     ) -> torch.Tensor:
-        mine = local_norm(x, p, dims, keepdim)
-        if math.isinf(p):
+        mine = local_norm(x, p, dims, keepdim) if p >= 0 or math.isinf(p) else x.abs().pow(p).sum(dims, keepdim)
+        if p < 0 and not math.isinf(p):
+            out = over.sum(mine).pow(1 / p)
+        elif math.isinf(p):
             out = over.extreme(mine, "max" if p > 0 else "min")
         elif p == 0:
             out = over.sum(mine)
