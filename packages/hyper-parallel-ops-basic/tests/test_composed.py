@@ -296,3 +296,54 @@ class TestSumToSize(Few):
 class TestMsort(Few):
     op = torch.msort
     samples = (sample(MATRIX),)
+
+
+class TestMultilabelMargin(Few):
+    op = F.multilabel_margin_loss
+    samples = (sample(tensor(3, 4), torch.tensor([[3, 0, -1, 1], [0, 1, 2, 3], [-1, 0, 0, 0]])),)
+
+
+class TestCTC(Few):
+    op = F.ctc_loss
+    samples = (
+        sample(
+            tensor(5, 3, 4).draw(0).log_softmax(-1),
+            torch.tensor([[1, 2], [3, 3], [2, 1]]),
+            torch.tensor([5, 4, 5]),
+            torch.tensor([2, 1, 2]),
+        ),
+    )
+
+
+class TestEmbeddingBag(Few):
+    op = F.embedding_bag
+    samples = (
+        sample(tensor(3, 4, dtype=torch.int64, high=5), tensor(5, 2), padding_idx=1),
+        sample(tensor(7, dtype=torch.int64, high=5), tensor(5, 2), torch.tensor([0, 2, 2]), mode="sum"),
+    )
+
+
+class TestCov(Few):
+    op = torch.cov
+    samples = (sample(MATRIX, correction=0), sample(VECTOR, aweights=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0])))
+
+
+def spectrum(x, window):
+    return torch.view_as_real(torch.stft(x, 8, 3, 6, window, return_complex=True))
+
+
+class TestSTFT(Few):
+    op = spectrum
+    samples = (sample(tensor(3, 13), tensor(6)),)
+
+
+def steps(x, h, w_ih, w_hh, b):
+    h = torch.gru_cell(x, h, w_ih, w_hh, b)
+    h, c = torch.lstm_cell(x, (h, h), torch.cat([w_ih, w_ih[:2]]), torch.cat([w_hh, w_hh[:2]]))
+    return torch.rnn_tanh_cell(x, h + c, w_ih[:2], w_hh[:2])
+
+
+class TestCells(Few):
+    op = steps
+    max_layouts = 4
+    samples = (sample(tensor(3, 4), tensor(3, 2), tensor(6, 4), tensor(6, 2), tensor(6)),)

@@ -28,6 +28,14 @@ class TestConv3d(Quick):
     samples = (sample(tensor(3, 2, 4, 5, 4), tensor(3, 2, 2, 2, 2), tensor(3), stride=2),)
 
 
+class TestConvTranspose(Quick):
+    op = F.conv_transpose1d
+    samples = (
+        sample(tensor(3, 4, 7), tensor(4, 5, 3), tensor(5), stride=2, padding=1, output_padding=1),
+        sample(tensor(2, 4, 5), tensor(4, 2, 2), stride=3, dilation=2, groups=4),
+    )
+
+
 @pytest.mark.ranks(4)
 def test_rows_and_columns_of_an_image_on_two_axes():
     torch.manual_seed(0)

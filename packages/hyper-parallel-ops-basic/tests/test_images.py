@@ -48,6 +48,15 @@ class TestInterpolate(Few):
     )
 
 
+def unpooled(x):
+    return F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2)
+
+
+class TestMaxUnpool(Few):
+    op = unpooled
+    samples = (sample(tensor(3, 2, 6)),)
+
+
 class TestLpPool(Few):
     op = F.lp_pool2d
     samples = (sample(IMAGES, 2, 2),)
@@ -91,6 +100,11 @@ class TestInv(Few):
 class TestSolve(Few):
     op = torch.linalg.solve
     samples = (sample(tensor(5, 3, 3), tensor(5, 3, 2)), sample(tensor(5, 3, 3), tensor(5, 3)))
+
+
+class TestMatrixNorm(Few):
+    op = torch.linalg.matrix_norm
+    samples = (sample(tensor(3, 2, 5), "nuc", (0, 2)), sample(tensor(4, 3), -2))
 
 
 class TestSlogdet(Few):

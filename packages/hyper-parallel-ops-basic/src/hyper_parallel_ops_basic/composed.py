@@ -29,7 +29,7 @@ class Composed(FunctionOp):
     """
 
     summary = OpSummary(
-        "as its parts (see `compositions.py`, `composed_losses.py`, `batch_norm.py`)",
+        "as its parts (the functions that its composition calls)",
         pending="as its parts",
         communicates="that of its parts",
     )

@@ -80,6 +80,15 @@ def multi_margin_loss(
     return _reduce(losses, _named(old, options))
 
 
+def multilabel_margin_loss(input: Tensor, target: Tensor, *old: Any, **options: Any) -> Tensor:
+    listed = (target >= 0).to(torch.int8).cumprod(-1).bool()  # up to the first number that is no class
+    classes = target.masked_fill(~listed, 0)
+    wanted = torch.zeros_like(input).scatter_add(-1, classes, listed.to(input.dtype)) > 0
+    terms = (1 - input.gather(-1, classes).unsqueeze(-1) + input.unsqueeze(-2)).clamp_min(0)
+    counted = listed.unsqueeze(-1) & ~wanted.unsqueeze(-2)
+    return _reduce(torch.where(counted, terms, 0).sum((-2, -1)) / input.shape[-1], _named(old, options))
+
+
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:

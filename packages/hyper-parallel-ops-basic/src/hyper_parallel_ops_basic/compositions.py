@@ -391,6 +391,15 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
     return torch.where(input > 0, input, weight.reshape(()) * input if weight.numel() == 1 else weight * input)
 
 
+def rrelu(
+    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """Every element draws a slope, as on no one device: PyTorch's kernels draw for some elements only."""
+    slope = torch.empty_like(input.detach()).uniform_(lower, upper) if training else (lower + upper) / 2
+    out = torch.where(input > 0, input, input * slope)
+    return input.copy_(out) if inplace else out
+
+
 def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 

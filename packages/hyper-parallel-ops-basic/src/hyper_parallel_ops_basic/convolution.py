@@ -87,19 +87,19 @@ class Convolution(StrategyOp):
     @staticmethod
     def _divides(call: Call, channels: int) -> bool:
         """Whether every rank gets whole groups, whichever axes shard them."""
-        packed = _is_packed(call.spec("input").layout, channels) or _is_packed(call.spec("weight").layout, 0)
+        packed = is_packed(call.spec("input").layout, channels) or is_packed(call.spec("weight").layout, 0)
         return not packed and call.arg("groups") % math.prod(call.info.shape) == 0
 
     def _windows(self, call: Call) -> list[Window]:
         """What an output position reads, for each position dim."""
         kernel = tuple(call.spec("weight").shape)[2:]
-        stride, dilation = (_each(call.arg(name, 1), self.rank) for name in ("stride", "dilation"))
+        stride, dilation = (each(call.arg(name, 1), self.rank) for name in ("stride", "dilation"))
         padding = call.arg("padding", 0)
         if padding == "same":
             total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
             pads = [(t // 2, t - t // 2) for t in total]
         else:
-            pads = [(p, p) for p in _each(0 if padding == "valid" else padding, self.rank)]
+            pads = [(p, p) for p in each(0 if padding == "valid" else padding, self.rank)]
         return [Window(*w) for w in zip(kernel, stride, dilation, pads, strict=True)]
 
     def local_function(
@@ -148,11 +148,11 @@ def _convolve(
     return convolve(x, weight, bias, strides, padding, dilations, groups)
 
 
-def _each(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+def each(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     """A number for all position dims, or one for each."""
     given = (value,) if isinstance(value, int) else tuple(value)
     return given * rank if len(given) == 1 else given
 
 
-def _is_packed(layout: Layout, dim: int) -> bool:
+def is_packed(layout: Layout, dim: int) -> bool:
     return any(isinstance(layout.placements[a], PackedShard) for a in layout.shard_order[dim])

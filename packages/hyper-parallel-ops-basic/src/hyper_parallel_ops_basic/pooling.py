@@ -15,6 +15,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
+from .convolution import each
 from .halo import Window
 
 __all__ = ["Pool"]
@@ -71,13 +72,13 @@ class Pool(StrategyOp):
 
     def windows(self, call: Call) -> list[Window]:
         """What a position of the result reads, for each position dim."""
-        kernel = _each(call.arg("kernel_size"), self.dims)
-        stride = _each(call.arg("stride") or kernel, self.dims)
-        padding = _each(call.arg("padding", 0), self.dims)
-        dilation = _each(1 if self.average else call.arg("dilation", 1), self.dims)
+        kernel = each(call.arg("kernel_size"), self.dims)
+        stride = each(call.arg("stride") or kernel, self.dims)
+        padding = each(call.arg("padding", 0), self.dims)
+        dilation = each(1 if self.average else call.arg("dilation", 1), self.dims)
         ceil = bool(call.arg("ceil_mode", False))
-        each = zip(kernel, stride, dilation, padding, strict=True)
-        return [Window(k, s, d, (p, p), ceil) for k, s, d, p in each]
+        dims = zip(kernel, stride, dilation, padding, strict=True)
+        return [Window(k, s, d, (p, p), ceil) for k, s, d, p in dims]
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -127,12 +128,6 @@ class Pool(StrategyOp):
             view = [-1 if d == i else 1 for d in range(self.dims)]
             share = share * (window.kernel / counted).view(view)
         return None if bool((share == 1).all()) else share
-
-
-def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """A number for all position dims, or one for each."""
-    given = (value,) if isinstance(value, int) else tuple(value)
-    return given * dims if len(given) == 1 else given
 
 
 def _lowest(dtype: torch.dtype) -> float:

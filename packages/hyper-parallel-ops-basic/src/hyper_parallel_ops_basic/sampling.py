@@ -108,6 +108,23 @@ class Bernoulli(FunctionOp):
         )
 
 
+class DrawnFrom(FunctionOp):
+    """``poisson`` and ``binomial``: how many numbers an element takes depends on its parameters, so every rank draws
+    all of them from the whole parameters and keeps its own."""
+
+    summary = OpSummary(
+        "every dim; each element as on one device",
+        communicates="1 all-gather of each parameter",
+    )
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        model = next(a for a in (*args, *kwargs.values()) if isinstance(a, DTensor))
+        layout, shape = settled(model.layout), tuple(model.shape)
+        given, named = [_whole(a) for a in args], {name: _whole(a) for name, a in kwargs.items()}
+        part = draw(layout, shape, lambda: func(*given, **named), kwargs.get("generator"))
+        return wrap(part, make_spec(layout, shape, contiguous_stride(shape), part.dtype))
+
+
 class Multinomial(FunctionOp):
     """``multinomial(input, num_samples)``: rows may be sharded, categories are redistributed as the policy allows."""
 

@@ -1,0 +1,150 @@
+"""Transposed convolutions: batch, channels, groups, and positions, of which each rank fetches what reaches its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.call import Call, Solution
+from hyper_parallel.families.empty_pieces import zeros_from
+from hyper_parallel.families.moving import Move, indices_of, plain
+from hyper_parallel.layout import Layout
+from hyper_parallel.op import OpSummary
+from hyper_parallel.plan import fit_rank
+from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+from .convolution import each, is_packed
+
+__all__ = ["ConvTranspose"]
+
+
+class ConvTranspose(StrategyOp):
+    """``conv_transpose1d``, ``2d``, ``3d``: ``input [batch, in, *positions]``, ``weight [in, out / groups, *kernel]``.
+
+    Args:
+        rank: number of position dims.
+    """
+
+    summary = OpSummary(
+        "samples, positions, output channels with the weight, groups; sharded input channels leave a pending sum",
+        pending="passes through the input or through the weight, together with the bias",
+        communicates="sharded positions: 1 all-to-all of the halo | the same",
+        whole="channels that do not divide into whole groups",
+    )
+
+    signature = "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
+
+    def __init__(self, op_name: str, *, rank: int) -> None:
+        super().__init__(op_name)
+        self.rank = rank
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        spec, weight, groups = call.spec("input"), call.spec("weight"), call.arg("groups", 1)
+        channels = len(spec.shape) - self.rank - 1
+        if channels:
+            yield Strategy({"input": S(0)}, S(0))
+        packed = is_packed(spec.layout, channels) or is_packed(weight.layout, 0)
+        if groups == 1:
+            yield Strategy({"weight": S(1), "bias": S(0)}, S(channels))
+            yield Strategy({"input": S(channels), "weight": S(0), "bias": P}, P)
+        elif not packed and groups % math.prod(call.info.shape) == 0:
+            yield Strategy({"input": S(channels), "weight": S(0), "bias": S(0)}, S(channels))
+        for d in range(channels + 1, len(spec.shape)):
+            yield Strategy({"input": S(d)}, S(d))
+        yield Strategy({"input": P, "bias": P}, P)
+        yield Strategy({"weight": P, "bias": P}, P)
+
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        solution.outputs = [self._output(solution.outputs[0], call)]
+        return solution
+
+    def _output(self, layout: Layout | None, call: Call) -> Layout:
+        assert layout is not None
+        ndim = len(call.spec("input").shape)
+        return plain(fit_rank(layout, ndim), range(ndim - self.rank, ndim))
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        if all(layout.is_replicated() for layout in targets):
+            return None
+        layout, shape = targets[call.position("input")], tuple(call.spec("input").shape)
+        output, (sizes,) = self._output(outputs[0], call), call.output_shapes()
+        kernel = tuple(call.spec("weight").shape)[2:]
+        stride, padding, dilation = (
+            each(call.arg(name, default), self.rank)
+            for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+        )
+        channels, groups = len(shape) - self.rank - 1, call.arg("groups", 1)
+        parts = [
+            _Spread(layout, output, channels + 1 + i, (shape[channels + 1 + i], sizes[channels + 1 + i]), *one)
+            for i, one in enumerate(zip(kernel, stride, padding, dilation, strict=True))
+        ]
+        convolve, parsed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.rank - 1], self._parsed
+        assert parsed is not None
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = parsed.bind(args, kwargs)
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
+            for part in parts:
+                x = part.move(x, part.dim)
+            own_groups = 1 if groups == 1 else groups * x.shape[channels] // shape[channels]
+            if x.numel() and weight.numel():
+                out = convolve(x, weight, None, stride, 0, 0, own_groups, dilation)
+                out = F.pad(out, [n for part in reversed(parts) for n in part.margins])
+            else:
+                width = weight.shape[1] * (own_groups if groups > 1 else 1)
+                out = zeros_from((*x.shape[:channels], width, *(part.count for part in parts)), x, weight)
+            return out if bias is None else out + bias.view(-1, *[1] * self.rank)
+
+        return local
+
+
+class _Spread:
+    """One position dim: which of the input's positions reach this rank's part of the result.
+
+    Attributes:
+        move: brings them here.
+        margins: what is missing, or too much (negative), at both ends of what is made from them.
+        count: length of this rank's part.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        output: Layout,
+        dim: int,
+        sizes: tuple[int, int],
+        kernel: int,
+        stride: int,
+        padding: int,
+        dilation: int,
+    ) -> None:
+        self.dim = dim
+        size, reach = sizes[0], dilation * (kernel - 1) + 1
+        axes = tuple(sorted(layout.shard_order[dim]))
+        group = layout.info.group(axes) if axes else None
+        coordinates = group.coordinates if group else [layout.info.my_coordinate()]
+        held, made = (
+            [dim_intervals(one, (1,) * dim + (n,), dim, c) for c in coordinates]
+            for one, n in zip((layout, output), sizes, strict=True)
+        )
+        bounds = [(part[0][0], part[-1][1]) if part else (0, 0) for part in made]
+        wanted = []
+        for start, stop in bounds:
+            first = max(-((reach - 1 - start - padding) // stride), 0)
+            last = min((stop - 1 + padding) // stride, size - 1)
+            wanted.append(torch.arange(first, max(last + 1, first)) if stop > start else torch.arange(0))
+        self.move = Move(group, [indices_of(part) for part in held], wanted)
+        mine = wanted[group.rank if group else 0]
+        start, stop = bounds[group.rank if group else 0]
+        self.count = stop - start
+        begin = int(mine[0]) * stride - padding if len(mine) else start
+        length = (len(mine) - 1) * stride + reach if len(mine) else 0
+        self.margins = begin - start, stop - begin - length
