@@ -31,6 +31,9 @@ gives, name by name.
   of whole inputs of sharded work, come on top; see [gradient types](gradient-types.md).
 - **Whole** says which inputs cannot stay sharded, and why: these are redistributed as the policy allows, or refused.
 
+An id out of range raises on the ranks that see it: where ids are sharded the others fail when they next communicate
+with these, as with any error of one rank. Class losses tell all ranks (`cross_entropy`, `nll_loss`).
+
 An in-place form keeps its target's layout. `out=` is an argument of every function that has it.
 """
 

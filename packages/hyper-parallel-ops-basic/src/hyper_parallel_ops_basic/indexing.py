@@ -42,7 +42,7 @@ class GetItem(StrategyOp):
             "all-gathers of counts and indices, 1 all-to-all | the same; index tensor sharded as its dim: 1 all-gather "
             "of indices, 1 all-to-all of what they ask for | 1 all-to-all"
         ),
-        whole="a mask beside other index tensors on sharded dims",
+        whole="a mask beside other index tensors on sharded dims: only the whole mask tells which of them go together",
     )
 
     makes_views = True
