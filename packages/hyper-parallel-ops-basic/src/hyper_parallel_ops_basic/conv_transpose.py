@@ -86,8 +86,7 @@ class ConvTranspose(StrategyOp):
             _Spread(layout, output, channels + 1 + i, (shape[channels + 1 + i], sizes[channels + 1 + i]), *one)
             for i, one in enumerate(zip(kernel, stride, padding, dilation, strict=True))
         ]
-        convolve, parsed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.rank - 1], self._parsed
-        assert parsed is not None
+        convolve, parsed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.rank - 1], self.arguments
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = parsed.bind(args, kwargs)

@@ -46,9 +46,8 @@ class CTCLoss(StrategyOp):
     ) -> Callable[..., Any] | None:
         if not any(targets[0].shard_order):
             return None
-        func, parsed, reduction = call.func, self._parsed, call.arg("reduction", "mean")
+        func, parsed, reduction = call.func, self.arguments, call.arg("reduction", "mean")
         samples = call.spec("log_probs").shape[1]
-        assert parsed is not None
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = parsed.bind(args, kwargs) | {"reduction": "none"}
