@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """Differences listed per rank."""
+UNLOADED = "cannot be loaded"
 
 
 def check_same_plugins(info: MeshInfo) -> None:
@@ -35,7 +36,7 @@ def check_same_plugins(info: MeshInfo) -> None:
         digest = int(registry.fingerprint()[:15], 16)
         lines = registry.fingerprint_lines()
     except PluginError as error:
-        failure, lines = error, [f"cannot be loaded: {str(error).splitlines()[0]}"]
+        failure, lines = error, [f"{UNLOADED}: {str(error).splitlines()[0]}"]
     extremes = torch.tensor([digest, -digest, int(failure is not None)], device=info.default_device())
     for axis in range(info.ndim):
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=info.mesh.get_group(axis))
@@ -55,6 +56,9 @@ def _difference(info: MeshInfo, lines: list[str]) -> str:
             seen.update(part)
     common = set.intersection(*map(set, seen.values()))
     text = ["the ranks of this mesh have different operators registered; install the same packages everywhere"]
+    if faulty := {rank: its for rank, its in seen.items() if its and its[0].startswith(UNLOADED)}:
+        # What the others have is no help.
+        seen, common, text = faulty, set(), ["the plugins of some ranks of this mesh cannot be used"]
     for rank, its in sorted(seen.items()):
         extra = [line for line in its if line not in common]
         text.append(f"  rank {rank}: {extra[0] if extra else 'nothing beyond the common ones'}")

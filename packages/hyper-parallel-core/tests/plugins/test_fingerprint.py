@@ -85,7 +85,9 @@ def test_rank_whose_plugins_cannot_be_loaded_does_not_leave_the_others_waiting(r
     fault = {"environ": {"HYPER_PARALLEL_OPS_YAML_DIR": "/no/such/folder"}}
     found = ranks(2, use_a_mesh, [{}, fault], (2,))
     for text, seconds in found:
-        assert "rank 1: cannot be loaded: HYPER_PARALLEL_OPS_YAML_DIR=/no/such/folder is not a folder" in text
+        head, line = text.splitlines()
+        assert head == "the plugins of some ranks of this mesh cannot be used"
+        assert line == "  rank 1: cannot be loaded: HYPER_PARALLEL_OPS_YAML_DIR=/no/such/folder is not a folder"
         assert seconds < 10
 
 
