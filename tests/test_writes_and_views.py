@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -232,6 +233,26 @@ def test_what_needs_the_value_of_a_pending_sum_is_written_to_the_sum(name, place
         torch.testing.assert_close(got.detach().full_tensor(), want.detach())
         assert any(isinstance(p, Partial) for p in got.placements)
     torch.testing.assert_close(placed.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_with_inplace_true_train_as_on_one_device(training):
+    """The in-place forms save their result for the backward: nothing else may count as a write to it."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 8), torch.nn.ReLU(inplace=True), torch.nn.Linear(8, 3), torch.nn.SiLU(inplace=True)]
+    plain = torch.nn.Sequential(*layers, torch.nn.Dropout(0.5, inplace=True)).double().train(training)
+    placed = deepcopy(plain)
+    layouts = {"0.weight": Shard(0), "0.bias": Shard(0), "2.weight": Shard(1), "2.bias": R}
+    for name, placement in layouts.items():
+        module = placed.get_submodule(name[0])
+        setattr(module, name[2:], torch.nn.Parameter(spread(getattr(module, name[2:]).detach(), placement)))
+    x = leaf(5, 4).detach()
+    for net, given in ((plain, x), (placed, spread(x, R))):
+        torch.manual_seed(1)
+        net(given).square().sum().backward()
+    for got, want in zip(placed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad)
 
 
 @pytest.mark.ranks(4)

@@ -130,6 +130,8 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         before.then = plan  # found without a second look-up from now on
     if plan.inplace:
         return run_inplace(plan, args, local_args, local_kwargs)
+    if rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at):
+        before_write(args[0], counted=True)
     out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)
     if plan.is_new:
         out = finish(plan, out)
@@ -141,8 +143,6 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
                 note_base(view, source, rule.name if copied or plan.copies else None)
         return many
     if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
-        if rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at):
-            before_write(args[0])
         return args[0]  # a cast or copy that was none, as in PyTorch; or inplace=True
     if out.dtype is not spec.dtype:  # autocast chose another dtype
         spec = spec.replace(dtype=out.dtype)

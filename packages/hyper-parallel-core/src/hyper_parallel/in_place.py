@@ -154,12 +154,13 @@ def _root(tensor: DTensor) -> DTensor:
     return tensor if tensor._base_dtensor is None else tensor._base_dtensor
 
 
-def before_write(target: DTensor, carried: bool = False) -> None:
+def before_write(target: DTensor, carried: bool = False, counted: bool = False) -> None:
     """What comes before every in-place write to a DTensor.
 
     Args:
         carried: whether what is written to a redistributed copy is carried to the tensor that it was taken of, where
             it is known to which region.
+        counted: whether the function counts the write on every rank, if it writes at all (dropout without training).
 
     Raises:
         RuntimeError: the target is a redistributed copy where PyTorch would have a view, so the write would be lost.
@@ -168,7 +169,7 @@ def before_write(target: DTensor, carried: bool = False) -> None:
     if root._tracked is not None:  # a write through .data, which the version counter does not see
         root._tracked.forget_forms()
     local = target._resolve()
-    if not local.is_inference():
+    if not counted and not local.is_inference():
         # Also on ranks that hold nothing of what is written: whether a remembered form is current is decided by the
         # version, and must be decided alike.
         torch.autograd.graph.increment_version(local)
