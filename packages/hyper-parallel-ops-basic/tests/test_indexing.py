@@ -192,6 +192,20 @@ def test_a_write_to_a_copy_raises_where_it_cannot_be_carried_to_the_tensor():
 
 
 @pytest.mark.ranks(4)
+def test_sharded_values_travel_to_the_slice_that_they_are_written_to():
+    """Windows that are shifted by one position, as the compressors of deepseek_v4 write them."""
+    value = torch.randn(6, 2, 3)
+    x, mine = spread(torch.zeros(7, 2, 5), Shard(0)), spread(value, Shard(0)).requires_grad_()
+    factors = spread(torch.arange(7.0).view(7, 1, 1), Shard(0))
+    with CommTrace() as trace:
+        x[1:, :, :3] = mine
+    assert trace.counts == {"all_to_all": 1}
+    assert torch.equal(x.full_tensor()[1:, :, :3], mine.full_tensor())
+    (x * factors).sum().backward()
+    assert torch.equal(mine.grad.full_tensor(), torch.arange(1.0, 7).view(6, 1, 1).expand(6, 2, 3))
+
+
+@pytest.mark.ranks(4)
 def test_a_tensor_as_bound_of_a_slice_is_read():
     x, bound = spread(torch.arange(8.0), Replicate()), spread(torch.tensor(3), Replicate())
     assert x[:bound].shape == (3,)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyper_parallel import PackedShard, Shard, distribute_tensor, redistribute_policy
+from hyper_parallel import PackedShard, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
@@ -111,6 +111,14 @@ def test_joining_packed_pieces_packs_them_all():
     x = distribute_tensor(torch.randn(9, 3), mesh_of((4,)), [PackedShard(0, (5, 4))]).requires_grad_()
     y = distribute_tensor(torch.randn(6, 3), mesh_of((4,)), [Shard(0)])
     in_one_piece(x, y, (PackedShard(0, (5, 4, 6)),), {})
+
+
+@pytest.mark.ranks(4)
+def test_joining_over_two_axes_with_a_packed_piece_gives_its_packing_to_no_other():
+    x = distribute_tensor(torch.arange(6.0).view(6, 1), mesh_of((2, 2)), [Replicate(), PackedShard(0, (4, 2))])
+    y = distribute_tensor(torch.tensor([[7.0]]), mesh_of((2, 2)), [Shard(0), Replicate()])
+    with redistribute_policy("auto"):
+        assert torch.cat([y, x]).full_tensor().flatten().tolist() == [7.0, *range(6)]
 
 
 @pytest.mark.ranks(4)

@@ -369,7 +369,10 @@ def _joint(call: Call, chosen: Sequence[Row], count: int) -> tuple[list[Layout],
         placements = []
         for axis, row in enumerate(chosen):
             want = row.inputs[operand] if operand >= 0 else row.outputs[-1 - operand]
-            placements.append(_like_anchor(call, row, axis, want) if is_shard(want) else want)
+            packed = _like_anchor(call, row, axis, want) if is_shard(want) else want
+            # Operands that are joined along a dim have other sizes there, and so no such sections.
+            fits = operand < 0 or type(packed) is not PackedShard or sum(packed.sections) == sizes[operand][packed.dim]
+            placements.append(packed if fits else want)
         order = []
         for dim in range(ndim):
             mine = sharded_by.get((operand, dim), ())
@@ -378,6 +381,7 @@ def _joint(call: Call, chosen: Sequence[Row], count: int) -> tuple[list[Layout],
         return base.with_order(tuple(placements), tuple(order))
 
     base = call.inputs[0].layout
+    sizes = [spec.shape for spec in call.inputs]
     targets = [layout(i, spec.layout.ndim, spec.layout) for i, spec in enumerate(call.inputs)]
     # An output may have more dims than any shard tells: the dispatcher pads the order once it knows the rank.
     widest = [1 + max((p.dim for row in chosen if is_shard(p := row.outputs[o])), default=-1) for o in range(count)]

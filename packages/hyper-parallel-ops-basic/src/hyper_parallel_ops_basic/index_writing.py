@@ -1,4 +1,4 @@
-"""``x[index] = value``, ``index_put_``, ``masked_scatter``: every rank writes what it holds of the picked region.
+"""``x[index] = value``, ``index_put_``: every rank writes what it holds of the picked region.
 
 The target keeps its layout. Slices and ints may run over sharded dimensions, at any position; of index tensors and
 masks every rank takes what falls into its piece, and of the values what belongs to that. Index tensors that are sharded
@@ -16,6 +16,7 @@ import torch
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Ref, Solution, refuse
 from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.families.moving import Move, indices_of
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.ranges import Overlap, keep_range, overlaps
 from hyper_parallel.layout import Layout
@@ -25,7 +26,6 @@ from hyper_parallel.strategy import LayoutOp, S
 from hyper_parallel.transition import plan_transition
 
 from .exchanging import Exchange
-from .factories import settled
 from .index_arguments import Index, Item
 from .indexing import local_piece, of_dims
 from .picking import Picked
@@ -35,10 +35,11 @@ class SetItem(LayoutOp):
     """``x[index] = value``; ``index_put(indices, values, accumulate)`` is the same with tensors only."""
 
     summary = OpSummary(
-        "every dim of the target; the values lie like it, like what the mask picks, or whole",
+        "every dim of the target; the values are sharded by its axes, lie like what the mask picks, or are whole",
         pending="stays, with pending values",
         communicates=(
-            "mask with values: 1 or 2 all-gathers of counts and indices (and 1 all-to-all of sharded values); index "
+            "values that do not lie where they go: 1 all-to-all | the same; mask with values: 1 or 2 all-gathers of "
+            "counts and indices (and 1 all-to-all of sharded values); index "
             "tensors sharded as their dim: 1 all-gather of each (and 1 all-to-all of sharded values)"
         ),
         whole="values that lie otherwise",
@@ -56,6 +57,7 @@ class SetItem(LayoutOp):
         targets = [spec.layout.replicated() for spec in call.inputs]
         targets[0] = target
         same: set[int] = set()  # dims of the result on which a sharded value lies as the target or what is picked does
+        moves: dict[int, tuple[int, Move]] = {}  # of those on which it is spread otherwise: its dim, how it travels
         mask = index.mask
         if mask is not None and any(target.shard_order[d] for d in index.gathered_dims()):
             if sum(i.kind in ("tensor", "mask") for i in index.items) > 1:
@@ -67,7 +69,7 @@ class SetItem(LayoutOp):
         if mask is not None and mask.ref is not None:
             targets[mask.ref.index] = of_dims(target, range(mask.dim, mask.dim + len(mask.value)))
         if isinstance(value, Ref):
-            targets[value.index], same = self._value_layout(call, index, value, target)
+            targets[value.index], same, moves = self._value_layout(call, index, value, target)
         spread = _spread_with(call, index, target)
         travelling = None
         if spread is not None:
@@ -81,7 +83,7 @@ class SetItem(LayoutOp):
             layout = targets[spread.ref.index]  # type: ignore[union-attr]
             travelling = Exchange(target, shape, spread.dim, layout, spread.value)
         _check(call, targets)
-        write = _Writing(index, target, shape, same, travelling or None)
+        write = _Writing(index, target, shape, same, moves, travelling or None)
         in_place, neutral = call.inplace, neutral_of_number(target)
 
         def local(x: torch.Tensor, given: Any, value: Any, accumulate: bool = False) -> torch.Tensor:
@@ -93,27 +95,32 @@ class SetItem(LayoutOp):
         return Solution(targets, [target], _with_names(local), meta=lambda x, *args, **kwargs: x)
 
     @staticmethod
-    def _value_layout(call: Call, index: Index, value: Ref, target: Layout) -> tuple[Layout, set[int]]:
-        """Layout that the value must have: pending where the target is; sharded like it where it already is."""
+    def _value_layout(
+        call: Call, index: Index, value: Ref, target: Layout
+    ) -> tuple[Layout, set[int], dict[int, tuple[int, Move]]]:
+        """Layout that the value must have: pending where the target is, sharded by the target's axes where it is."""
         have = value.spec.layout
         layout = have.replicated().with_placements(
             {a: p for a, p in enumerate(target.placements) if isinstance(p, Partial)}
         )
         same: set[int] = set()
+        moves: dict[int, tuple[int, Move]] = {}
+        shape = tuple(call.inputs[0].shape)
         for dim, picked in index.ranges().items():
             axes = target.shard_order[dim]
             if not axes:
                 continue
             at = index.result.index(dim)
             own = at - (len(index.result) - len(value.shape))
-            kept = keep_range(target, tuple(call.inputs[0].shape), dim, picked)
-            if own < 0 or kept is None or value.shape[own] != len(picked) or have.shard_order[own] != axes:
+            if own < 0 or value.shape[own] != len(picked) or have.shard_order[own] != axes:
                 continue
-            wanted = {a: on_dim(p, own) for a, p in kept.placements.items()}
-            if all(have.placements[a] == p for a, p in wanted.items()):
-                for axis in axes:
-                    layout = layout.with_placements({axis: wanted[axis]})
+            kept = keep_range(target, shape, dim, picked)
+            if kept is not None and all(have.placements[a] == on_dim(p, own) for a, p in kept.placements.items()):
                 same.add(at)
+            else:
+                moves[at] = own, _to_region(target, shape, dim, picked, have, tuple(value.shape), own)
+            for axis in axes:
+                layout = layout.with_placements({axis: have.placements[axis]})
         if index.mask is not None:
             at = index.gathered or 0
             own = at - (len(index.result) - len(value.shape))
@@ -121,16 +128,33 @@ class SetItem(LayoutOp):
             if own >= 0 and axes and have.shard_order[own] == axes:
                 layout = layout.with_placements({a: S(own) for a in axes})
                 same.add(at)
-        return layout, same
+        return layout, same, moves
+
+
+def _to_region(
+    target: Layout, shape: tuple[int, ...], dim: int, picked: range, have: Layout, sizes: tuple[int, ...], own: int
+) -> Move:
+    """The way of values to the ranks that hold what is picked: each gets what its overlaps need, in order."""
+    group = target.info.group(tuple(sorted(target.shard_order[dim])))
+    held = [indices_of(dim_intervals(have, sizes, own, c)) for c in group.coordinates]
+    parts = [overlaps(dim_intervals(target, shape, dim, c), picked) for c in group.coordinates]
+    return Move(group, held, [indices_of(tuple((o.result.start, o.result.stop) for o in part)) for part in parts])
 
 
 class _Writing:
     """What a rank does for ``x[index] = value`` on its piece."""
 
     def __init__(
-        self, index: Index, target: Layout, shape: tuple[int, ...], same: set[int], travelling: Exchange | None
+        self,
+        index: Index,
+        target: Layout,
+        shape: tuple[int, ...],
+        same: set[int],
+        moves: dict[int, tuple[int, Move]],
+        travelling: Exchange | None,
     ) -> None:
-        self.index, self.target, self.shape, self.same, self.travelling = index, target, shape, same, travelling
+        self.index, self.target, self.shape, self.same = index, target, shape, same
+        self.moves, self.travelling = moves, travelling
         here = target.info.my_coordinate()
         self.held = {d: dim_intervals(target, shape, d, here) for d in range(len(shape)) if target.shard_order[d]}
         self.choices: list[list[tuple[int, Overlap]]] = []
@@ -139,6 +163,13 @@ class _Writing:
                 found = overlaps(self.held[dim], picked)
                 if index.result.index(dim) in same and (kept := keep_range(target, shape, dim, picked)) is not None:
                     found = [Overlap(kept.local, slice(0, len(picked)))]
+                elif index.result.index(dim) in moves:
+                    ends = itertools.accumulate(o.result.stop - o.result.start for o in found)
+                    starts = itertools.chain([0], ends)
+                    found = [
+                        Overlap(o.local, slice(start, start + o.result.stop - o.result.start))
+                        for o, start in zip(found, starts, strict=False)
+                    ]
                 self.choices.append([(dim, overlap) for overlap in found])
         self.looked_up = {
             i.dim: HeldIndices(target, shape, i.dim) for i in [*index.ints(), *index.tensors()] if i.dim in self.held
@@ -150,6 +181,8 @@ class _Writing:
     def __call__(self, x: torch.Tensor, given: Sequence[Any], value: Any, accumulate: bool) -> torch.Tensor:
         parts = [_local_part(item, self.shape, given) for item in self.index.items]
         mine, chosen = True, None
+        for own, move in self.moves.values():
+            value = move(value, own)
         for at, item in enumerate(self.index.items):
             if item.kind == "int" and item.dim in self.held:
                 position = self.looked_up[item.dim].position(parts[at] % self.shape[item.dim])
@@ -353,42 +386,3 @@ def _check(call: Call, targets: list[Layout]) -> None:
                 f"input {position} does not fit the region of the target that it is written to, which needs {wanted}",
                 f"redistribute input {position} to {wanted}, or use redistribute_policy('auto')",
             )
-
-
-class MaskedScatter(LayoutOp):
-    """``masked_scatter(input, mask, source)``: the picked elements get those of ``source``, in order.
-
-    The mask is laid out like the input; the source is whole on each rank, which takes what its picked elements need.
-    """
-
-    summary = OpSummary(
-        "every dim of input and mask",
-        communicates="1 or 2 all-gathers of counts and indices",
-        whole="the source: which element goes where depends on the data",
-    )
-
-    signature = "input, mask, source"
-
-    def solve(self, call: Call) -> Solution:
-        target, shape = settled(call.inputs[0].layout), tuple(call.inputs[0].shape)
-        mask = call.spec("mask")
-        added = len(shape) - len(mask.shape)
-        kept = [d for d in range(len(shape)) if d >= added and mask.shape[d - added] == shape[d]]
-        like = of_dims(target, kept)
-        mask_layout = like.move_dims([d - added for d in kept], len(mask.shape))
-        targets = [target, mask_layout, call.spec("source").layout.replicated()]
-        arguments, in_place = self.arguments, call.inplace
-
-        def scatter(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = arguments.bind(args, kwargs)
-            x, source = given["input"], given["source"].reshape(-1)
-            chosen = given["mask"].expand(x.shape)
-            picked = Picked(chosen, target, shape)
-            if picked.total > source.numel():
-                raise RuntimeError(
-                    f"masked_scatter: expected at least {picked.total} elements in source, got {source.numel()}"
-                )
-            put = torch.Tensor.masked_scatter_ if in_place else torch.masked_scatter
-            return put(x, chosen, source[picked.places.to(x.device)])
-
-        return Solution(targets, [target], scatter, shapes=[shape])

@@ -1,0 +1,54 @@
+"""``masked_scatter``: what a mask picks gets the elements of a source, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.call import Call, Solution
+from hyper_parallel.op import OpSummary
+from hyper_parallel.strategy import LayoutOp
+
+from .factories import settled
+from .indexing import of_dims
+from .picking import Picked
+
+
+class MaskedScatter(LayoutOp):
+    """``masked_scatter(input, mask, source)``: the picked elements get those of ``source``, in order.
+
+    The mask is laid out like the input; the source is whole on each rank, which takes what its picked elements need.
+    """
+
+    summary = OpSummary(
+        "every dim of input and mask",
+        communicates="1 or 2 all-gathers of counts and indices",
+        whole="the source: which element goes where depends on the data",
+    )
+
+    signature = "input, mask, source"
+
+    def solve(self, call: Call) -> Solution:
+        target, shape = settled(call.inputs[0].layout), tuple(call.inputs[0].shape)
+        mask = call.spec("mask")
+        added = len(shape) - len(mask.shape)
+        kept = [d for d in range(len(shape)) if d >= added and mask.shape[d - added] == shape[d]]
+        like = of_dims(target, kept)
+        mask_layout = like.move_dims([d - added for d in kept], len(mask.shape))
+        targets = [target, mask_layout, call.spec("source").layout.replicated()]
+        arguments, in_place = self.arguments, call.inplace
+
+        def scatter(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = arguments.bind(args, kwargs)
+            x, source = given["input"], given["source"].reshape(-1)
+            chosen = given["mask"].expand(x.shape)
+            picked = Picked(chosen, target, shape)
+            if picked.total > source.numel():
+                raise RuntimeError(
+                    f"masked_scatter: expected at least {picked.total} elements in source, got {source.numel()}"
+                )
+            put = torch.Tensor.masked_scatter_ if in_place else torch.masked_scatter
+            return put(x, chosen, source[picked.places.to(x.device)])
+
+        return Solution(targets, [target], scatter, shapes=[shape])
