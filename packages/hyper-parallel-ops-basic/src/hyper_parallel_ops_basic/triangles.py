@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call
 from hyper_parallel.families.moving import pending_rows
+from hyper_parallel.families.over_axes import global_indices
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
@@ -37,8 +37,7 @@ class Triangle(StrategyOp):
         ndim = len(shape)
         if not layout.shard_order[ndim - 2] and not layout.shard_order[ndim - 1]:
             return None
-        rows = global_positions(layout, shape, ndim - 2)
-        columns = global_positions(layout, shape, ndim - 1)
+        rows, columns = (global_indices(layout, shape, d, torch.device("cpu")) for d in (ndim - 2, ndim - 1))
         diagonal = int(call.arg("diagonal", 0))
         lower = call.name.startswith("tril")
         offset = _offset(rows, columns)
@@ -59,9 +58,3 @@ def _offset(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
         if int(positions[-1] - positions[0]) != len(positions) - 1:
             return None
     return int(rows[0] - columns[0])
-
-
-def global_positions(layout: Layout, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """Global index of each local index along ``dim``, on this rank."""
-    held = dim_intervals(layout, shape, dim, layout.info.my_coordinate())
-    return torch.cat([torch.arange(a, b) for a, b in held]) if held else torch.arange(0)
