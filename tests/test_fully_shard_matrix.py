@@ -98,9 +98,12 @@ class Side:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
     def backward(self, *losses):
+        """The value of the last loss."""
         self.optimizer.zero_grad()
         for loss in losses:
-            loss().backward()
+            value = loss()
+            value.backward()
+        return value.detach()
 
     def step(self):
         norm = self.clip(self.model.parameters(), 0.5)
@@ -116,13 +119,16 @@ def train(model, plain, part, steps=4, batch=8, tolerance=1e-5, others=()):
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         ids, labels = (torch.randint(0, WORDS, (batch, 5), generator=generator) for _ in range(2))
-        theirs.backward(lambda: loss_of(plain, ids, labels))  # noqa: B023
+        expected = theirs.backward(lambda: loss_of(plain, ids, labels))  # noqa: B023
         with CommTrace() as trace:
-            ours.backward(lambda: loss_of(model, part(ids), part(labels)))  # noqa: B023
+            loss = ours.backward(lambda: loss_of(model, part(ids), part(labels)))  # noqa: B023
         traces.append(trace)
+        mean = whole(loss).clone()  # of the ranks' parts of the batch, which are equal in size
+        dist.all_reduce(mean)
         for other in more:
             other.backward(lambda: loss_of(other.model, part(ids), part(labels)))  # noqa: B023
         close = {"rtol": 0, "atol": tolerance}
+        torch.testing.assert_close(mean / dist.get_world_size(), expected, **close)
         for side in (ours, *more):
             for (name, got), want in zip(side.model.named_parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(whole(got.grad), want.grad, msg=lambda m: f"{name}: {m}", **close)  # noqa: B023
