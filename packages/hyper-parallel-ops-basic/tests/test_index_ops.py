@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import RedistributionError, Replicate, Shard, distribute_tensor
+from hyper_parallel import RedistributionError, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
@@ -166,3 +166,20 @@ def test_mixture_of_experts_scatters_back():
         out.sum().backward()
         assert torch.allclose(x.grad.full_tensor(), plain_h.grad)
         assert torch.allclose(weight.grad.full_tensor(), plain_w.grad)
+
+
+@pytest.mark.ranks(4)
+def test_sources_of_a_whole_target_are_gathered():
+    torch.manual_seed(0)
+    ids = torch.tensor([4, 0, 2])
+    target, source = torch.randn(5, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    plain = [t.clone().requires_grad_() for t in (target, source)]
+    mine = [spread(target, Replicate()).requires_grad_(), spread(source, Shard(0)).requires_grad_()]
+    weights = torch.randn_like(target)
+    plain[0].index_copy(0, ids, plain[1]).backward(weights)
+    spread_ids = spread(ids, Shard(0))
+    with redistribute_policy("strict"), CommTrace() as trace:
+        mine[0].index_copy(0, spread_ids, mine[1]).backward(weights)
+    assert trace.counts == {"all_gather": 2}
+    for alone, own in zip(plain, mine, strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), alone.grad)

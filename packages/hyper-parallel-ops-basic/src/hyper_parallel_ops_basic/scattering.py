@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.held_indices import HeldIndices
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Placement
+from hyper_parallel.placements import Placement, is_replicate
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .exchanging import Exchange, any_packed
+from .gathered_inputs import gathered_inside
 
 
 class _Write(StrategyOp):
@@ -72,6 +73,16 @@ class _Write(StrategyOp):
         """The dims of index and source that run along the written dim; None when they do not match."""
         raise NotImplementedError
 
+    def solve(self, call: Call) -> Solution:
+        target, along = call.inputs[0].layout.placements, self.along(call)
+        pending = self.is_adding(call) and not call.inplace  # then sources stay, and leave a pending sum
+        axes = {}
+        if along is not None and not pending:
+            for name, d in zip(("index", self.source), along, strict=True):
+                if (i := call.index(name)) is not None:
+                    axes[i] = [a for a in call.inputs[i].layout.shard_order[d] if is_replicate(target[a])]
+        return gathered_inside(call, axes, super().solve)
+
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
@@ -114,7 +125,8 @@ class IndexWrite(_Write):
         "every dim, the written one too; sources along it leave a pending sum where they are added",
         pending="passes through target and source together, where linear",
         communicates=(
-            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all"
+            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all; "
+            "sources of a whole target, in place or not added: 1 all-gather of each | slice"
         ),
     )
 
@@ -156,7 +168,8 @@ class Scatter(_Write):
         "every dim, the written one too; sources along it leave a pending sum where they are added",
         pending="passes through target and source together, where linear",
         communicates=(
-            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all"
+            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all; "
+            "sources of a whole target, in place or not added: 1 all-gather of each | slice"
         ),
     )
 
