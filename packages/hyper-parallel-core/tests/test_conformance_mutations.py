@@ -194,6 +194,14 @@ def is_sharded(layouts):
     return any(isinstance(p, Shard) for p in layouts[0].placements)
 
 
+def test_forms_are_tested_below_a_base_class_that_had_none():
+    base = type("Base", (OpConformance,), {"op": torch.exp, "samples": (sample(tensor(4)),)})
+    child = type("Child", (base,), {"inplace": "exp_", "out": True})
+    assert base.test_inplace is base.test_out is None
+    assert child.test_inplace is OpConformance.test_inplace
+    assert child.test_out is OpConformance.test_out
+
+
 def test_declarations_are_checked(ranks):
     with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
         check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, max_collectives={}))

@@ -68,6 +68,7 @@ class TestScatterAdd(Quick):
 
 class TestScatterReduce(Quick):
     op = torch.scatter_reduce
+    inplace = "scatter_reduce_"
     samples = (
         sample(MATRIX, 0, ROW_IDS, ROWS, "sum"),
         sample(MATRIX, 0, ROW_IDS, ROWS, reduce="amax"),

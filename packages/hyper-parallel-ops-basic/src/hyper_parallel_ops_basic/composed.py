@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.families.overwriting import overwrite
 from hyper_parallel.op import FunctionOp, OpSummary
 
 _CHECKS = (
@@ -44,9 +45,9 @@ class Composed(FunctionOp):
             kwargs = dict(kwargs)
             out = kwargs.pop("out")
             return composition(*args, **kwargs) if out is None else out.copy_(composition(*args, **kwargs))
-        result = composition(*args, **kwargs)
-        in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")
-        return args[0].copy_(result) if in_place else result
+        if func.__name__.endswith("_") and not func.__name__.startswith("__"):
+            return overwrite(args[0], lambda old: composition(old, *args[1:], **kwargs))
+        return composition(*args, **kwargs)
 
 
 class TorchBody(FunctionOp):

@@ -10,6 +10,7 @@ import torch
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes, global_indices
+from hyper_parallel.families.overwriting import overwrite
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Partial
@@ -60,18 +61,19 @@ class Scan(StrategyOp):
             return None
         earlier = _earlier(over, call.inputs[0].shape, dim)
         run, total, join = getattr(torch, call.name.rstrip("_")), self.total, self.join
-        inplace = call.inplace
 
-        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def scan(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             running = run(x, *args, **kwargs)
             totals = over.gather(total(x.to(running.dtype), dim), varying=True)
             before = totals[torch.tensor(earlier, dtype=torch.int64, device=x.device)]
             # Also where none is before, so that every rank takes part in the backward: the sum of nothing.
             offset = (total(before, 0) if earlier else before.sum(0)).to(running.dtype)  # sums of ints are int64
-            out = (join if earlier else torch.add)(running, offset.unsqueeze(dim))
-            return x.copy_(out) if inplace else out
+            return (join if earlier else torch.add)(running, offset.unsqueeze(dim))
 
-        return local
+        def scan_in_place(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return overwrite(x, lambda old: scan(old, *args, **kwargs))
+
+        return scan_in_place if call.inplace else scan
 
 
 class RunningExtreme(StrategyOp):

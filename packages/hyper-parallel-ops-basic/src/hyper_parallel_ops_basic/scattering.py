@@ -14,6 +14,7 @@ import torch
 
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.families.overwriting import overwrite
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement, is_replicate
@@ -112,8 +113,11 @@ class _Write(StrategyOp):
                 index = whole.index_select(index_dim, needed[exchange.rank]).to(index.device)
                 if source is not None:
                     bound[source] = exchange.bring(bound[source], source_dim, index_dim, needed)
-            out = held.write(x, index, lambda piece, at: func(piece, index=at, **bound))
-            return x.copy_(out) if inplace else out
+
+            def written(x: torch.Tensor) -> torch.Tensor:
+                return held.write(x, index, lambda piece, at: func(piece, index=at, **bound))
+
+            return overwrite(x, written) if inplace else written(x)
 
         return write
 
