@@ -2,7 +2,12 @@
 
 import json
 import os
+import sys
 import textwrap
+
+import pytest
+
+from hyper_parallel.cli.reporting import print_table
 
 TABLE = """
     acme_double:
@@ -214,6 +219,17 @@ def test_plugin_cannot_take_the_name_of_a_command(site):
 def test_wrong_usage_ends_with_two(site):
     assert site.run("-m", "hyper_parallel", "no-such-command", check=False).returncode == 2
     assert site.run("-m", "hyper_parallel", check=False).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "status"),
+    [(True, "", "\033[32mok\033[0m"), (True, "1", "ok"), (False, "", "ok")],
+)
+def test_colour_is_for_terminals_that_want_it(monkeypatch, capsys, terminal, no_color, status):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    print_table(["PLUGIN", "STATUS"], [["acme", "ok"]])
+    assert capsys.readouterr().out == f"PLUGIN  STATUS\nacme    {status}\n"
 
 
 def test_program_is_fast_and_needs_no_torch(site):

@@ -69,7 +69,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]], notes: Se
 
 def _coloured(text: str, row: Sequence[str], widths: Sequence[int]) -> str:
     """Colour a status cell, for a terminal only: colour codes in a log are noise."""
-    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     for column, cell in enumerate(row):
         if cell in _COLOURS:
