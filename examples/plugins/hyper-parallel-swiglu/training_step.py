@@ -32,8 +32,9 @@ def main() -> None:
         getattr(sharded, name).weight = torch.nn.Parameter(weight)
 
     expected = train(plain, x)
+    batch = distribute_tensor(x, mesh, [Replicate()])
     with CommTrace() as trace:
-        loss = train(sharded, distribute_tensor(x, mesh, [Replicate()]))
+        loss = train(sharded, batch)
     torch.testing.assert_close(loss.full_tensor(), expected)
     for name in ("gate_up", "down"):
         torch.testing.assert_close(getattr(sharded, name).weight.full_tensor(), getattr(plain, name).weight)
