@@ -23,6 +23,7 @@ def doctor(site):
 
 
 def test_healthy_installation_is_in_order(site):
+    site.install("acme", ops="acme_double: {distributed_op_class: Double, distributed_op_module: acme.rules}")
     done = site.run("-m", "hyper_parallel", "doctor", "--ranks", "2")
     lines = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
     assert lines["CHECK"].split() == ["CHECK", "STATUS", "FOUND"]
@@ -73,6 +74,15 @@ def test_settings_that_make_no_sense_are_reported_not_raised(doctor):
     assert "names plugins that are not installed: no-such-plugin" in checks["plugins"]["detail"]
     assert checks["HYPER_PARALLEL_DISABLE"]["fix"] == "did you mean HYPER_PARALLEL_DISABLE_PLUGINS?"
     assert checks["HYPER_PARALLEL_PLUGINS"]["detail"] == "'no-such-plugin'"
+
+
+def test_no_rule_at_all_is_a_warning_with_the_package_to_install(doctor, site):
+    site.install("helper")  # a plugin, but no op pack
+    ops = doctor(HYPER_PARALLEL_PLUGINS="helper")["ops"]
+    assert (ops["status"], ops["detail"]) == ("warn", "no operator has a rule: no op pack is in use")
+    assert ops["fix"].endswith("-m pip install hyper-parallel-ops-basic")
+    text = site.run("-m", "hyper_parallel", "doctor", HYPER_PARALLEL_PLUGINS="helper", check=False).stdout
+    assert "everything is in order" not in text
 
 
 def test_ops_that_two_plugins_claim_are_a_warning_with_both_places(doctor, site):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from hyper_parallel.cli.reporting import print_json, print_table
@@ -26,8 +27,15 @@ def _run(arguments: argparse.Namespace) -> int:
         return int(failed > 0)
     notes = ["\n".join([*check.more, *([f"fix: {check.fix}"] if check.fix else [])]) for check in checks]
     print_table(("CHECK", "STATUS", "FOUND"), [(c.name, c.status, c.detail) for c in checks], notes)
-    print(f"\n{failed} of {len(checks)} checks failed" if failed else "\neverything is in order")
+    print(f"\n{_verdict([check.status for check in checks])}")
     return int(failed > 0)
+
+
+def _verdict(statuses: Sequence[str]) -> str:
+    for status, verb in (("fail", "failed"), ("warn", "gave a warning")):
+        if status in statuses:
+            return f"{statuses.count(status)} of {len(statuses)} checks {verb}"
+    return "everything is in order"
 
 
 COMMAND = Command(
