@@ -1,7 +1,9 @@
 """``hyper-parallel explain``: layouts, redistributions and collectives of a program, without a cluster."""
 
+import importlib
 import json
 import os
+import sys
 import textwrap
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from hyper_parallel.analysis.fake_world import fake_world, parse_mesh
 from hyper_parallel.analysis.op_trace import readable_size
+from hyper_parallel.checkpoint import saving
 from hyper_parallel.cli import main
 from hyper_parallel.plugins import PluginManager
 from hyper_parallel.registry import Registry, use_registry
@@ -62,6 +65,7 @@ def program(tmp_path, monkeypatch):
     registry.load_table(tmp_path / "rules.yaml")
     with use_registry(registry):
         yield path
+    sys.modules.pop(path.stem, None)  # each test imports its own
 
 
 def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
@@ -193,3 +197,36 @@ def test_script_goes_on_after_checkpoints_of_both_kinds(program, capsys):
     assert names.count("exp") == 2
     assert "Tensor.mul" in names  # after the checkpoints
     assert not (program.parent / "saved").exists()
+
+
+CHECKPOINTS = """
+    import torch
+    from hyper_parallel import Shard, distribute_tensor, init_device_mesh
+    from hyper_parallel.checkpoint import async_save, load, load_safetensors, save, save_safetensors
+
+    def work(mesh):
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+        model = torch.nn.Linear(2, 2)
+        save({"x": x}, checkpoint_id="saved")
+        assert async_save({"x": x}, checkpoint_id="saved").result() is None
+        load({"x": x}, checkpoint_id="saved")
+        save_safetensors(model, "saved")
+        missing, unexpected = load_safetensors(model, "saved")
+        x.exp()
+
+    if __name__ == "__main__":
+        work(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+"""
+
+
+@pytest.mark.parametrize("imported", ["as a script", "inside", "before"])
+def test_our_checkpoints_are_skipped_however_they_were_imported(program, imported, capsys):
+    program.write_text(textwrap.dedent(CHECKPOINTS))
+    if imported == "before":
+        importlib.import_module(program.stem)
+    target = str(program) if imported == "as a script" else f"{program.stem}:work"
+    assert main(["explain", target]) == 0, capsys.readouterr().err
+    assert "\nTensor.exp\n" in capsys.readouterr().out  # after the checkpoints
+    assert not (program.parent / "saved").exists()
+    # Afterwards a module has the real functions, also one that was imported inside.
+    assert importlib.import_module(program.stem).save is saving.save

@@ -5,10 +5,14 @@ Shapes, layouts and the collectives that would run are right; values are not. It
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -38,8 +42,9 @@ def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
     """Inside, ``torch.distributed`` is initialised with so many ranks, and a program that initialises it keeps this.
 
     ``init_process_group`` and ``destroy_process_group`` do nothing inside, nor do saving and loading a distributed
-    checkpoint, which need the other ranks' shards; the environment variables of a launcher (``RANK``, ``WORLD_SIZE``
-    and so on) say that this is rank 0. So a script for ``torchrun`` runs as it is.
+    checkpoint (PyTorch's functions and ours), which need the other ranks' shards. This holds also for a module that has
+    imported them by name, before or inside. The environment variables of a launcher (``RANK``, ``WORLD_SIZE`` and so
+    on) say that this is rank 0. So a script for ``torchrun`` runs as it is.
 
     Args:
         size: number of ranks, or the axes of a mesh with as many.
@@ -54,16 +59,14 @@ def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
 
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     before = {name: os.environ.get(name) for name in variables}
-    skipped = [(home, name, getattr(home, name)) for home, name in _skipped()]
+    stand_ins = _stand_ins()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     os.environ.update(variables)
     try:
-        for home, name, _ in skipped:
-            setattr(home, name, _nothing)
+        _replace_everywhere(stand_ins)
         yield
     finally:
-        for home, name, function in skipped:
-            setattr(home, name, function)
+        _replace_everywhere({stand_in: function for function, stand_in in stand_ins.items()})
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -72,17 +75,43 @@ def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _skipped() -> list[tuple[Any, str]]:
-    """Where the functions are that cannot work with one rank of many."""
-    import torch.distributed.checkpoint as checkpoint
+def _stand_ins() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What stands for each function that cannot work with one rank of many: it does nothing and returns its kind."""
+    import torch.distributed.checkpoint as torch_checkpoint
 
-    groups = ("init_process_group", "destroy_process_group")
-    found: list[tuple[Any, str]] = [(home, name) for home in (dist, dist.distributed_c10d) for name in groups]
-    return found + [(checkpoint, name) for name in ("save", "async_save", "load")]
+    from hyper_parallel import checkpoint
+
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    found[checkpoint.load_safetensors] = _skipping(checkpoint.load_safetensors, lambda: ([], []))
+    for home in (torch_checkpoint, checkpoint):
+        found[home.async_save] = _skipping(home.async_save, _done)
+        found |= {function: _skipping(function) for function in (home.save, home.load)}
+    for function in (checkpoint.save_safetensors, dist.init_process_group, dist.destroy_process_group):
+        found[function] = _skipping(function)
+    return found
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for such a function."""
+def _skipping(function: Callable[..., Any], result: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def skipped(*args: Any, **kwargs: Any) -> Any:
+        return result()
+
+    return skipped
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _replace_everywhere(replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Under every name that any module has for them: ``from … import save`` makes a name of its own."""
+    by_id = {id(old): new for old, new in replacements.items()}  # not every value of a module can be hashed
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            names = object.__getattribute__(module, "__dict__")  # a lazy module would load for vars()
+            names.update({name: by_id[id(value)] for name, value in list(names.items()) if id(value) in by_id})
 
 
 def fake_mesh(axes: Mapping[str, int]) -> DeviceMesh:
