@@ -14,11 +14,10 @@ from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import Move, indices_of, plain
 from hyper_parallel.layout import Layout
-from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
-from .convolution import each, is_packed
+from .convolution import Convolution, each, is_packed
 
 __all__ = ["ConvTranspose"]
 
@@ -30,12 +29,7 @@ class ConvTranspose(StrategyOp):
         rank: number of position dims.
     """
 
-    summary = OpSummary(
-        "samples, positions, output channels with the weight, groups; sharded input channels leave a pending sum",
-        pending="passes through the input or through the weight, together with the bias",
-        communicates="sharded positions: 1 all-to-all of the halo | the same",
-        whole="channels that do not divide into whole groups",
-    )
+    summary = Convolution.summary  # the same dims stay sharded, and the halo only runs the other way
 
     signature = "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
 
