@@ -32,6 +32,16 @@ def parameters(dtype=torch.float64):
     return plain, placed
 
 
+def closure_of(tensors, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(tensors, 0)
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def loss_of(tensors, step):
     x, w, b, s = tensors
     hidden = torch.tanh(
@@ -104,14 +114,8 @@ def test_the_other_optimizers_step_as_on_one_device(name):
         for tensors in (plain, placed):
             optimizer = kind(tensors, **options)
 
-            def closure(tensors=tensors, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss = loss_of(tensors, 0)
-                loss.backward()
-                return loss
-
             for _ in range(3):
-                optimizer.step(closure)
+                optimizer.step(closure_of(tensors, optimizer))
     for got, want, layout in zip(placed, plain, PLACEMENTS, strict=True):
         assert list(got.placements) == layout
         torch.testing.assert_close(got.detach().full_tensor(), want.detach(), rtol=1e-5, atol=1e-6)
@@ -156,14 +160,8 @@ def test_a_closure_and_parameter_groups():
         optimizer = torch.optim.AdamW(groups, lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
-        def closure(tensors=tensors, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = loss_of(tensors, 0)
-            loss.backward()
-            return loss
-
         for _ in range(2):
-            optimizer.step(closure)
+            optimizer.step(closure_of(tensors, optimizer))
             scheduler.step()
     for got, want in zip(placed, plain, strict=True):
         torch.testing.assert_close(got.detach().full_tensor(), want.detach())
