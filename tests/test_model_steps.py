@@ -18,12 +18,16 @@ import pytest
 import torch
 
 from hyper_parallel import (
+    DeviceMesh,
+    DTensor,
     PackedShard,
     Replicate,
     Shard,
     ShardingPlan,
     distribute_tensor,
+    fully_shard,
     init_device_mesh,
+    parallelize_module,
     redistribute_policy,
     shard_module,
 )
@@ -243,16 +247,33 @@ def test_a_training_step_equals_that_of_one_device(name):
     step = (STEPS | VARIANTS)[name]
     model = step.build()
     twin = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard_module(model, mesh, ShardingPlan(plan=dict(step.plan)))
+    check_step(step, model, twin, mesh)
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_fully_sharded_model_with_its_own_plan_takes_a_batch_over_data_ranks(name):
+    """``parallelize_module`` with the plan of ``transformers``, then ``fully_shard``."""
+    model = STEPS[name].build()
+    twin = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    parallelize_module(model, mesh["tp"])
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh["fsdp"])
+    fully_shard(model, mesh=mesh["fsdp"])
+    check_step(STEPS[name], model, twin, mesh)
+
+
+def check_step(step: Step, model: torch.nn.Module, twin: torch.nn.Module, mesh: DeviceMesh) -> None:
     inputs = step.inputs()
     want = twin(**inputs, use_cache=step.use_cache).loss
     want.backward()
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    shard_module(model, mesh, ShardingPlan(plan=dict(step.plan)))
     batch = {key: distribute_tensor(value, mesh, (Shard(0), R), src_data_rank=None) for key, value in inputs.items()}
     with redistribute_policy(step.policy):
         loss = model(**batch, use_cache=step.use_cache).loss
-        torch.testing.assert_close(loss.full_tensor(), want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(whole(loss), want, rtol=1e-5, atol=1e-6)
         loss.backward()
     pairs = [(key, p, twin.get_parameter(key)) for key, p in model.named_parameters()]
     for key, mine, plain in pairs:
@@ -265,7 +286,7 @@ def test_a_training_step_equals_that_of_one_device(name):
         assert_near(key, mine.grad, plain.grad)
 
     norms = [step_of_adamw(m) for m in (model, twin)]
-    torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whole(norms[0]), norms[1], rtol=1e-5, atol=1e-6)
     for key, mine, plain in pairs:
         assert_near(key, mine, plain)
 
@@ -275,6 +296,10 @@ def step_of_adamw(model: torch.nn.Module) -> torch.Tensor:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2).step()
     return norm
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_near(key: str, mine: Any, plain: torch.Tensor) -> None:

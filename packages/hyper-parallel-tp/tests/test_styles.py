@@ -427,6 +427,37 @@ def test_experts_compute_on_this_ranks_pieces():
     assert isinstance(model.up, DTensor)  # also after an error
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("rows", [R, S0, S1], ids=["R", "S0", "S1"])
+def test_experts_compute_with_their_part_of_a_batch_over_data_ranks(rows):
+    """Of 3 rows, or 4 positions, over dp; parameters on the whole mesh, as fully_shard hands them out."""
+    full = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, twin = twins(Experts)
+    parallelize_module(model, full["tp"], LocalCompute(parameters={"up": Shard(1), "down": Shard(2)}))
+    x, w = (distribute_tensor(hidden(3, 4, n), full, [rows, R]).requires_grad_() for n in (8, 3))
+    if rows != R:
+        with pytest.raises(ValueError, match=r"Experts got Layout\(tp=2.*beside Layout\(dp=2xtp=2.*fully_shard"):
+            model(x, w)
+    for name, parameter in list(model.named_parameters()):
+        local = parameter.detach().to_local()
+        laid_out = DTensor.from_local(local, full, [R, *parameter.placements], shape=parameter.shape)
+        setattr(model, name, nn.Parameter(laid_out))
+    y, v = hidden(3, 4, 8).requires_grad_(), hidden(3, 4, 3).requires_grad_()
+    with CommTrace() as trace:
+        out, want = model(x, w), twin(y, v)
+    assert out.placements == (rows, R)
+    assert trace.counts == {"all_reduce": 1}  # over tp alone
+    torch.testing.assert_close(out.full_tensor(), want)
+    out.pow(2).sum().backward()
+    want.pow(2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+    torch.testing.assert_close(w.grad.full_tensor(), v.grad)
+    check_gradients(model, twin)
+    if rows != R:
+        with pytest.raises(ValueError, match="along the dimension of the first that is"):
+            model(x, w.redistribute(full, [S1 if rows == S0 else S0, R]))
+
+
 @pytest.mark.ranks(2)
 def test_collectives_at_boundaries_are_in_flight_until_used():
     layer, twin = twins(lambda: nn.Linear(8, 6))

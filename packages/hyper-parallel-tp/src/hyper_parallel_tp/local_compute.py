@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from hyper_parallel import DeviceMesh, DTensor, Partial, Placement, Replicate
-from hyper_parallel.boundary import Boundary, forward_function, map_dtensors, set_forward
+from hyper_parallel import DeviceMesh, DTensor, Layout, Partial, Placement, Replicate
+from hyper_parallel.boundary import Boundary, forward_function, map_dtensors, set_forward, taken_as
+from hyper_parallel.conversion import remembered
 from hyper_parallel.distribute import replicate_rest
-from hyper_parallel.placements import is_replicate
+from hyper_parallel.mesh import MeshInfo, mesh_info
+from hyper_parallel.placements import is_partial, is_replicate, is_shard
+from hyper_parallel.plan import fit_rank
+from hyper_parallel.structures import tensors_of
 from hyper_parallel_tp.style import ParallelStyle
 
 __all__ = ["LocalCompute"]
@@ -23,6 +28,9 @@ class LocalCompute(ParallelStyle):
 
     For a module that computes with pieces as it does with the whole: the experts of a mixture, say, of which every rank
     holds a slice of the hidden features. Inputs are made whole; gradients of inputs and of whole parameters are summed.
+
+    A batch that is laid out over other axes of a larger mesh stays so: each rank computes with its part, and the output
+    is laid out over those axes as the first input that is sharded over them.
 
     Args:
         parameters: placements of the module's own parameters; the others are Replicate.
@@ -41,40 +49,133 @@ class LocalCompute(ParallelStyle):
         replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
         enter = Boundary([Replicate()], device_mesh)
         leave = Boundary([self.output_layouts], device_mesh, given=[Partial()])
-        inner = forward_function(module)
+        inner, info = forward_function(module), mesh_info(device_mesh)
 
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            def local(value: Any) -> Any:
-                return map_dtensors(enter(value), _own_term)
+            mesh = next((t.layout.info for t in _dtensors(args, kwargs) if t.layout.info is not info), info)
 
-            with _local_parameters(self):
-                output = inner(self, *map(local, args), **{name: local(value) for name, value in kwargs.items()})
-            return leave(output) if not isinstance(output, tuple) else type(output)(map(leave, output))
+            def whole(value: Any) -> Any:
+                return enter(_on_mesh(value, mesh) if mesh is not info else value)
+
+            args, kwargs = tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+            parameters = _spread_parameters(self)
+            pieces = _Pieces(self, info, _dtensors(args, kwargs), [parameter for _, _, parameter in parameters])
+            with _replaced(parameters, pieces.local):
+                output = inner(self, *map_dtensors(args, pieces.local), **map_dtensors(kwargs, pieces.local))
+
+            def hand_out(value: Any) -> Any:
+                return leave(pieces.wrapped(value))
+
+            return hand_out(output) if not isinstance(output, tuple) else type(output)(map(hand_out, output))
 
         set_forward(module, forward)
         return module
 
 
-def _own_term(tensor: DTensor) -> Any:
-    """The local tensor; where the tensor is whole, each rank sends back its own term of the gradient."""
-    terms = [Partial() if is_replicate(p) else p for p in tensor.placements]
-    return tensor.to_local(grad_placements=terms)
+class _Pieces:
+    """The tensors of one call as plain pieces, and what its outputs are pieces of.
+
+    Over the style's own axis each rank computes a term. Over another axis ranks do so too where a tensor is sharded, or
+    its gradient wanted in terms; elsewhere they all compute the same.
+    """
+
+    def __init__(
+        self, module: nn.Module, own: MeshInfo, inputs: Sequence[DTensor], parameters: Sequence[DTensor]
+    ) -> None:
+        self.module, self.own = module, own
+        self.like = max(inputs, key=self._sharded_axes, default=None)
+        self.parted = {
+            name
+            for tensor in (*inputs, *parameters)
+            for axis, name in enumerate(tensor.layout.info.names)
+            if name in own.names or axis in tensor.spec.varying or not is_replicate(tensor.placements[axis])
+        }
+        for tensor in (*inputs, *parameters):
+            self._check(tensor)
+
+    def _others(self, tensor: DTensor) -> dict[str, Placement]:
+        """Placements over the axes that are not the style's."""
+        placements = zip(tensor.layout.info.names, tensor.placements, strict=True)
+        return {name: placement for name, placement in placements if name not in self.own.names}
+
+    def _sharded_axes(self, tensor: DTensor) -> int:
+        return sum(not is_replicate(placement) for placement in self._others(tensor).values())
+
+    def _check(self, tensor: DTensor) -> None:
+        model = self._others(self.like) if self.like is not None else {}
+        others = self._others(tensor)
+        agrees = all(is_replicate(placement) or placement == model.get(name) for name, placement in others.items())
+        if not agrees or not self.parted <= {*self.own.names, *others}:
+            beside = f" beside {self.like.layout}" if self.like is not None else ""
+            raise ValueError(
+                f"LocalCompute: {type(self.module).__name__} got {tensor.layout}{beside}. Over other axes than "
+                f"{', '.join(self.own.names)} its tensors must be Replicate, or sharded along the dimension of the "
+                "first that is; parameters come to the mesh of a batch with fully_shard"
+            )
+
+    def local(self, tensor: DTensor) -> torch.Tensor:
+        """This rank's piece, which sends back its own term of the gradient where ranks compute different things."""
+        return tensor.to_local(grad_placements=self._gradient(tensor.layout))
+
+    def _gradient(self, layout: Layout) -> list[Placement]:
+        """Placements of the gradient of a piece, for ``grad_placements``."""
+
+        def of(name: str, placement: Placement) -> Placement:
+            if is_shard(placement):
+                return placement
+            return Partial() if is_replicate(placement) and name in self.parted else Replicate()
+
+        return [of(name, placement) for name, placement in zip(layout.info.names, layout.placements, strict=True)]
+
+    def wrapped(self, output: Any) -> Any:
+        """A plain output as the piece that it is, where the call is on a larger mesh."""
+        if self.like is None or self.like.layout.info is self.own or not isinstance(output, torch.Tensor):
+            return output
+        names = self.like.layout.info.names
+        terms = {axis: Partial() for axis, name in enumerate(names) if name in self.own.names}
+        layout = fit_rank(self.like.layout.with_placements(terms), output.ndim)
+        shape = [
+            self.like.shape[dim] if axes else length
+            for dim, (length, axes) in enumerate(zip(output.shape, layout.shard_order, strict=True))
+        ]
+        return DTensor.from_local(output, layout, shape=shape, grad_placements=self._gradient(layout))
 
 
-@contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """The module with the local tensors of its parameters in their place."""
-    spread: list[tuple[nn.Module, str, Any]] = [
+def _dtensors(*values: Any) -> list[DTensor]:
+    return [tensor for tensor in tensors_of(values) if isinstance(tensor, DTensor)]
+
+
+def _on_mesh(value: Any, mesh: MeshInfo) -> Any:
+    """A value of a call on a larger mesh: plain tensors are the same on all its ranks, pending sums are due."""
+    if isinstance(value, DTensor):
+        due = {axis: Replicate() for axis, placement in enumerate(value.placements) if is_partial(placement)}
+        return remembered(value, value.layout.with_placements(due)) if due else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return taken_as(value, Layout.from_placements(mesh.mesh, [Replicate()] * mesh.ndim, ndim=value.ndim))
+
+
+Spread = list[tuple[nn.Module, str, Any]]
+
+
+def _spread_parameters(module: nn.Module) -> Spread:
+    """Owner, name and DTensor of every spread parameter."""
+    return [
         (owner, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
         if isinstance(parameter, DTensor)
     ]
-    for owner, name, parameter in spread:
-        owner._parameters[name] = _own_term(parameter)
+
+
+@contextmanager
+def _replaced(parameters: Spread, local: Callable[[DTensor], torch.Tensor]) -> Iterator[None]:
+    """The module with the local tensors of its parameters in their place."""
+    for owner, name, parameter in parameters:
+        owner._parameters[name] = local(parameter)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for owner, name, parameter in spread:
+        for owner, name, parameter in parameters:
             owner._parameters[name] = parameter
