@@ -241,7 +241,17 @@ def test_optimizer_from_before_wrapping():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     fully_shard(net)
     net(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="SGD was built before fully_shard: it holds parameter 'weight'"):
+    with pytest.raises(RuntimeError, match="'weight' of Linear was replaced by fully_shard"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_optimizer_from_before_an_assigned_state():
+    net = fully_shard(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+    net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'weight' was replaced by load_state_dict\(assign=True\) or another"):
         optimizer.step()
 
 

@@ -18,6 +18,7 @@ from hyper_parallel.local_pieces import check_same
 from hyper_parallel.mesh import AxisGroup, DeviceMesh, mesh_info
 from hyper_parallel.placements import Placement, Replicate, Shard
 from hyper_parallel.redistribute import transition
+from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel.spec import NOT_VARYING, contiguous_stride, make_spec
 
 __all__ = ["distribute_module", "distribute_tensor"]
@@ -263,10 +264,11 @@ def distribute_module(
             raise ValueError(
                 f"distribute_module: {name} takes (module, values, device_mesh), got {inspect.signature(fn)}"
             )
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, device_mesh)
-    replicate_rest(module, device_mesh)
+    with replaces_parameters([module], "distribute_module"):
+        for name, submodule in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, submodule, device_mesh)
+        replicate_rest(module, device_mesh)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
     if output_fn is not None:

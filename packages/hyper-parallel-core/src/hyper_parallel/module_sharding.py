@@ -19,6 +19,7 @@ from hyper_parallel.dtensor import DTensor
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
 from hyper_parallel.placements import Placement
+from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel.structures import change_values
 
 __all__ = ["ShardingPlan", "shard_module"]
@@ -82,8 +83,9 @@ def shard_module(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return model
     mesh = mesh or _mesh_of(sharding)
-    _shard_parameters(model, mesh, sharding.plan, src_data_rank)
-    replicate_rest(model, mesh, src_data_rank=src_data_rank, buffers=False)
+    with replaces_parameters([model], "shard_module"):
+        _shard_parameters(model, mesh, sharding.plan, src_data_rank)
+        replicate_rest(model, mesh, src_data_rank=src_data_rank, buffers=False)
     modules = dict(model.named_modules())
     inputs = _by_module(modules, sharding.input_plan, "input")
     outputs = _by_module(modules, sharding.output_plan, "output")

@@ -12,10 +12,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import Replicate, Shard
-from hyper_parallel_fsdp.checks import check_device_of, managed_as, note_replaced
+from hyper_parallel.replaced_parameters import replaces_parameters
+from hyper_parallel_fsdp.checks import check_device_of
 from hyper_parallel_fsdp.data_mesh import data_mesh, place
 from hyper_parallel_fsdp.module import HSDPModule
-from hyper_parallel_fsdp.ownership import first_name, holder_of_tied, parameters_of
+from hyper_parallel_fsdp.ownership import first_name, holder_of_tied, managed_as, note_managed, parameters_of
 from hyper_parallel_fsdp.parameter import HSDPParam
 from hyper_parallel_fsdp.state import _STATE, State, state_of
 
@@ -118,10 +119,11 @@ def fully_shard(
             wanted = shard_placement_fn(each.parameter) if shard_placement_fn is not None else None
             placement = place(each.name, each.parameter, data, wanted)
             param = HSDPParam(each.name, each.parameter, each.owners, placement, home)
-            note_replaced(each.parameter, param)
+            note_managed(each.parameter, param)
         state.params.append(param)
-    for param in state.params:
-        param.register(param.sharded)
+    with replaces_parameters(modules, "fully_shard"):
+        for param in state.params:
+            param.register(param.sharded)
     _move_buffers(modules, device)
     for wrapped in modules:
         _attach(wrapped, state)

@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hyper_parallel import DTensor
 from hyper_parallel_fsdp.parameter import HSDPParam
-
-# Parameters that were replaced by sharded ones, and the sharded ones.
-_managed: Any = WeakIdKeyDictionary()
-_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-_replaced = 0
-
-
-def note_replaced(old: nn.Parameter, param: HSDPParam) -> None:
-    """Remember that a parameter was replaced, so that optimizers that still hold it are found."""
-    global _replaced
-    if not _replaced:
-        register_optimizer_step_pre_hook(_check_optimizer)
-    _replaced += 1
-    _managed[old] = _managed[param.sharded] = weakref.ref(param)
-
-
-def managed_as(parameter: nn.Parameter) -> HSDPParam | None:
-    """What manages a parameter, which may be the one from before it was sharded."""
-    found = _managed.get(parameter)
-    return None if found is None else found()
-
-
-def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step: raise when the optimizer was built on parameters that are not those of the model any more."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    state = (_replaced, len(held))
-    if _checked.get(optimizer) == state:
-        return
-    for parameter in held:
-        param = managed_as(parameter)
-        if param is not None and param.sharded is not parameter:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} was built before fully_shard: it holds parameter {param.name!r} from "
-                "before it was sharded, so its step would change nothing in the model. Build the optimizer after "
-                "fully_shard, from model.parameters()"
-            )
-    _checked[optimizer] = state
 
 
 def check_devices(params: Iterable[HSDPParam], device: torch.device, offloaded: bool) -> None:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hyper_parallel_fsdp.checks import managed_as
-from hyper_parallel_fsdp.parameter import Owner
+from hyper_parallel_fsdp.parameter import HSDPParam, Owner
 from hyper_parallel_fsdp.state import State, state_of
+
+_managed: Any = WeakIdKeyDictionary()  # sharded parameters, and those from before -> what manages them
+
+
+def note_managed(old: nn.Parameter, param: HSDPParam) -> None:
+    """Remember what manages a parameter; modules elsewhere that are tied to it may hold the one from before."""
+    _managed[old] = _managed[param.sharded] = weakref.ref(param)
+
+
+def managed_as(parameter: nn.Parameter) -> HSDPParam | None:
+    """What manages a parameter, which may be the one from before it was sharded."""
+    found = _managed.get(parameter)
+    return None if found is None else found()
 
 
 @dataclass

@@ -17,6 +17,7 @@ from hyper_parallel.distribute import as_parameter
 from hyper_parallel.dtensor import wrap
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import is_replicate
+from hyper_parallel.replaced_parameters import note_replaced
 from hyper_parallel.spec import NOT_VARYING, contiguous_stride, make_spec
 from hyper_parallel_fsdp.data_mesh import ParamPlacement
 from hyper_parallel_fsdp.group_info import DataGroups, GroupInfo
@@ -192,6 +193,7 @@ class HSDPParam:
 
     def replace_sharded(self, parameter: nn.Parameter) -> None:
         """Another parameter object, laid out alike, took the place of the sharded one in the modules."""
+        note_replaced(self.sharded, parameter, repr(self.name), "load_state_dict(assign=True) or another assignment")
         self.sharded, self._put = parameter, None
         self.register(parameter)
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement, Replicate
 from hyper_parallel.boundary import replicate_plain_inside
-from hyper_parallel.distribute import replicate_rest
 from hyper_parallel_tp.prepare import PrepareModuleInput
 from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel, base_layer
 from hyper_parallel_tp.style import ParallelStyle
@@ -69,7 +68,7 @@ class AttentionParallel(ParallelStyle):
             if self._heads(module, name) % ranks == 0:
                 self._apply(split, getattr(module, name), device_mesh)
         self._apply(join, getattr(module, self.output), device_mesh)
-        replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+        self.replicate(module, device_mesh)
         replicate_plain_inside(module)
         gather = PrepareModuleInput(input_layouts=self.input_layouts, desired_input_layouts=Replicate())
         return gather.apply(module, device_mesh)

@@ -13,7 +13,6 @@ from torch import nn
 from hyper_parallel import DeviceMesh, DTensor, Layout, Partial, Placement, Replicate
 from hyper_parallel.boundary import Boundary, forward_function, map_dtensors, set_forward, taken_as
 from hyper_parallel.conversion import remembered
-from hyper_parallel.distribute import replicate_rest
 from hyper_parallel.mesh import MeshInfo, mesh_info
 from hyper_parallel.placements import is_partial, is_replicate, is_shard
 from hyper_parallel.plan import fit_rank
@@ -46,7 +45,7 @@ class LocalCompute(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`."""
         self.place(module, device_mesh, self.parameters)
-        replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+        self.replicate(module, device_mesh)
         enter = Boundary([Replicate()], device_mesh)
         leave = Boundary([self.output_layouts], device_mesh, given=[Partial()])
         inner, info = forward_function(module), mesh_info(device_mesh)

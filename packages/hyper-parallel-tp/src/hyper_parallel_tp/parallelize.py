@@ -16,6 +16,7 @@ from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
 from hyper_parallel.boundary import replicate_plain_inside
 from hyper_parallel.mesh import mesh_info
 from hyper_parallel.module_sharding import matching
+from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel_tp.known_plans import known_plan
 from hyper_parallel_tp.style import ParallelStyle
 
@@ -66,10 +67,18 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    if isinstance(plan, ShardingPlan):
-        shard_module(planned, mesh, plan, src_data_rank=src_data_rank)
-        return module
-    for target, style in list(_styled(planned, plan)):  # a plan with a mistake changes nothing
+    with replaces_parameters([module], "parallelize_module"):
+        if isinstance(plan, ShardingPlan):
+            shard_module(planned, mesh, plan, src_data_rank=src_data_rank)
+        else:
+            _apply_styles(module, list(_styled(planned, plan)), mesh, src_data_rank)  # a mistake changes nothing
+    return module
+
+
+def _apply_styles(
+    module: nn.Module, chosen: list[tuple[nn.Module, ParallelStyle]], mesh: DeviceMesh, src_data_rank: int | None
+) -> None:
+    for target, style in chosen:
         with _ties_kept(module):
             style = copy.copy(style)
             style.src_data_rank = src_data_rank
@@ -78,7 +87,6 @@ def parallelize_module(
         # Modules with children, not only the root: activation checkpointing calls them again by themselves.
         if part is module or next(part.children(), None) is not None:
             replicate_plain_inside(part)
-    return module
 
 
 def _one_dimensional(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -11,7 +11,6 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary, set_forward
-from hyper_parallel.distribute import replicate_rest
 from hyper_parallel.dtensor import wrap
 from hyper_parallel.layout import as_layout
 from hyper_parallel.placements import is_partial
@@ -136,7 +135,7 @@ class _ProjectionStyle(ParallelStyle):
             parameters = getattr(module, group, None)
             if isinstance(parameters, nn.ParameterDict):
                 self.place(parameters, device_mesh, dict.fromkeys(parameters, self._adapter_placements(group)))
-        replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+        self.replicate(module, device_mesh)
 
 
 def base_layer(module: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary, map_dtensors, replicate_plain_inside
-from hyper_parallel.distribute import replicate_rest
 from hyper_parallel.dtensor import wrap
 from hyper_parallel.spec import Spec, contiguous_stride, make_spec
 from hyper_parallel_tp.call_changes import change_inputs, change_output, parameter_names
@@ -38,7 +37,7 @@ class SequenceParallel(ParallelStyle):
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`."""
-        replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+        self.replicate(module, device_mesh)
         compute = function_of_pieces(module) if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else None
         replicate_plain_inside(module)
         enter = Boundary([Shard(self.sequence_dim)], device_mesh, in_flight=True)
@@ -109,7 +108,7 @@ class NoParallel(ParallelStyle):
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`."""
-        replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+        self.replicate(module, device_mesh)
         replicate_plain_inside(module)
         enter = Boundary([self.input_layout], device_mesh)
         leave = Boundary([self.output_layout], device_mesh)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, distribute_tensor
-from hyper_parallel.distribute import as_parameter
+from hyper_parallel.distribute import as_parameter, replicate_rest
 from hyper_parallel.layout import as_layout
+from hyper_parallel.replaced_parameters import replaces_parameters
 
 __all__ = ["ParallelStyle"]
 
@@ -53,5 +55,14 @@ class ParallelStyle(ABC):
                         "otherwise the module was parallelised before"
                     )
                 continue
-            spread = distribute_tensor(parameter, layout, src_data_rank=self.src_data_rank)
-            module._parameters[name] = as_parameter(spread, parameter)
+            with self._replacing(module):
+                spread = distribute_tensor(parameter, layout, src_data_rank=self.src_data_rank)
+                module._parameters[name] = as_parameter(spread, parameter)
+
+    def replicate(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Make the parameters of the module and those inside that are still plain Replicate."""
+        with self._replacing(module):
+            replicate_rest(module, device_mesh, src_data_rank=self.src_data_rank, buffers=False)
+
+    def _replacing(self, module: nn.Module) -> AbstractContextManager[None]:
+        return replaces_parameters([module], f"{type(self).__name__}.apply")
