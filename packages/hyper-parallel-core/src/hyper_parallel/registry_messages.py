@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable, Sequence
 
 from hyper_parallel import function_names
@@ -11,7 +10,7 @@ from hyper_parallel._pack_hints import PACK_OF_OP
 from hyper_parallel.errors import OpConflictError
 from hyper_parallel.op_entry import USER, OpEntry
 from hyper_parallel.plugins.environment import DISABLE, PREFER
-from hyper_parallel.plugins.record import PluginRecord
+from hyper_parallel.plugins.record import PluginRecord, how_to_get
 
 TUTORIAL = "docs/write-an-op.md"
 
@@ -27,7 +26,7 @@ def missing_text(shown: str, names: Iterable[str], plugins: Sequence[PluginRecor
     lines = [f"{shown} has no distributed rule"]
     pack = known_pack(shown)
     if pack is not None and not any(plugin.dist == pack and plugin.status == "ok" for plugin in plugins):
-        lines.append(f"  {pack} has one: {sys.executable} -m pip install {pack}")
+        lines.append(f"  {pack} has one, but {how_to_get(pack, plugins)}")
     elif shown.startswith(("torch.distributed.", "torch.ops._c10d_functional.", "torch.ops.c10d.")):
         lines.append(
             "  it takes plain tensors: pass x.to_local(), or say it with layouts: x.redistribute(...), "

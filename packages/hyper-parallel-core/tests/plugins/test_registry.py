@@ -268,7 +268,10 @@ def test_missing_op_names_the_pack_that_has_it(registry_with, monkeypatch):
     monkeypatch.setitem(registry_messages.PACK_OF_OP, "cumprod", "hyper-parallel-ops-test")
     registry = registry_with()
     for function in (torch.cumprod, torch.Tensor.cumprod_):
-        assert "-m pip install hyper-parallel-ops-test" in registry.missing_message(function)
+        text = registry.missing_message(function)
+        assert "hyper-parallel-ops-test has one, but is not installed in" in text
+        assert "-m pip install hyper-parallel-ops-test\n" in text
+        assert "-m pip install ./packages/hyper-parallel-ops-test" in text
 
 
 def test_missing_op_mentions_plugins_that_are_left_out(registry_with, make_plugin):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel.cli.reporting import print_json, print_table
 from hyper_parallel.plugins import Command, default_manager
+from hyper_parallel.plugins.record import how_to_get
 from hyper_parallel.registry import Registry
 from hyper_parallel.registry_messages import TUTORIAL
 
@@ -81,7 +82,7 @@ def _advice(one: FunctionCoverage) -> str:
     lines = [] if one.status == "missing" else one.reason.splitlines()
     if one.status == "missing":
         lines.append(
-            f"{one.pack} has one: {sys.executable} -m pip install {one.pack}"
+            f"{one.pack} has one, but {how_to_get(one.pack, default_manager().records())}"
             if one.pack
             else f"no pack of ours has one; to add one: {TUTORIAL}"
         )

@@ -19,6 +19,7 @@ from hyper_parallel.cli.installed_packages import Package, entry_points_of_proje
 from hyper_parallel.errors import OpConflictError, PluginError
 from hyper_parallel.plugins import PluginManager
 from hyper_parallel.plugins.environment import ALLOW, DISABLE, PREFER, STRICT
+from hyper_parallel.plugins.record import how_to_get
 from hyper_parallel.registry import TABLES_FOLDER, Registry
 
 Status = Literal["ok", "warn", "fail"]
@@ -205,7 +206,8 @@ def _ops(manager: PluginManager) -> Iterator[Check]:
     registry = Registry(manager)
     names = sorted({entry.name for entry in registry.entries()})
     if not names:
-        fix = f"{sys.executable} -m pip install hyper-parallel-ops-basic"
+        basic = "hyper-parallel-ops-basic"
+        fix = f"{basic} {how_to_get(basic, manager.records())}"
         yield Check("ops", "warn", "no operator has a rule: no op pack is in use", fix=fix)
         return
     yield Check(

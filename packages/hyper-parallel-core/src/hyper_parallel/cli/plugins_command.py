@@ -41,7 +41,8 @@ def _run(arguments: argparse.Namespace) -> int:
         for record in records
     ]
     # The traceback ends with the reason, so one of the two is enough.
-    print_table(headers, rows, [record.traceback or record.reason for record in records])
+    notes = [record.traceback or ": ".join(filter(None, (record.reason, record.remedy))) for record in records]
+    print_table(headers, rows, notes)
     return 0
 
 
@@ -54,6 +55,7 @@ def _as_json(record: PluginRecord, ops: int, overrides: int) -> dict[str, object
         "api": record.api,
         "status": record.status,
         "reason": record.reason or None,
+        "remedy": record.remedy or None,
         "traceback": record.traceback or None,
         "ops": ops,
         "overrides": overrides,

@@ -51,13 +51,15 @@ class PluginSettings:
             preferred=_pins(environ.get(PREFER, "")),
         )
 
-    def why_blocked(self, name: str) -> str:
-        """The reason for which a plugin of this name is left out, empty when it is not."""
-        if name in self.disabled or "*" in self.disabled:
-            return f"disabled by {DISABLE}"
+    def why_blocked(self, name: str) -> tuple[str, str]:
+        """The reason for which a plugin of this name is left out and what to do to use it; empty when it is not."""
+        if name in self.disabled:
+            return f"disabled by {DISABLE}", f"remove {name!r} from {DISABLE}"
+        if "*" in self.disabled:
+            return f"disabled by {DISABLE}", f"unset {DISABLE}, whose '*' leaves all plugins out"
         if self.allowed is not None and name not in self.allowed:
-            return f"not listed in {ALLOW}"
-        return ""
+            return f"not listed in {ALLOW}", f"add {name!r} to {ALLOW}, or unset it"
+        return "", ""
 
 
 def _names(text: str) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import sys
 import threading
 import traceback
 import warnings
@@ -26,7 +25,7 @@ from hyper_parallel.plugins import environment, hookspecs
 from hyper_parallel.plugins.environment import PluginSettings
 from hyper_parallel.plugins.markers import API_VERSION, ENTRY_POINT_GROUP, PROJECT
 from hyper_parallel.plugins.platforms import CORE_PLATFORMS, Platform
-from hyper_parallel.plugins.record import PluginRecord, PublicName, Status
+from hyper_parallel.plugins.record import PluginRecord, PublicName, Status, how_to_get
 
 _PREFIX = "hyper_parallel_"
 
@@ -143,15 +142,7 @@ class PluginManager:
 
     def missing_name_error(self, name: str, dist: str) -> MissingPluginError:
         """The error for a public name whose package ``dist`` is known but does not provide it here."""
-        subject = f"hyper_parallel.{name} is provided by {dist}, which"
-        record = next((record for record in self.records() if record.dist == dist), None)
-        install = f"\n    {sys.executable} -m pip install"
-        if record is None:
-            text = f"{subject} is not installed in {sys.prefix}{install} {dist}"
-        elif record.status != "ok":
-            text = f"{subject} is installed but left out: {record.reason}"
-        else:
-            text = f"{subject} is installed as version {record.version}, which does not have it yet{install} -U {dist}"
+        text = f"hyper_parallel.{name} is provided by {dist}, which {how_to_get(dist, self.records())}"
         return MissingPluginError(text, public_name=name, dist=dist)
 
     # ------------------------------------------------------------------ loading
@@ -208,8 +199,9 @@ class PluginManager:
         dist = entry.dist
         record = PluginRecord(entry.name, dist.name if dist else None, dist.version if dist else None, entry.value)
         self._records[entry.name] = record
-        if blocked := self._settings.why_blocked(entry.name):
-            record.status, record.reason = "blocked", blocked
+        reason, remedy = self._settings.why_blocked(entry.name)
+        if reason:
+            record.status, record.reason, record.remedy = "blocked", reason, remedy
             return
         if len(rivals) > 1:
             dists = sorted(rival.dist.name if rival.dist else rival.value for rival in rivals)

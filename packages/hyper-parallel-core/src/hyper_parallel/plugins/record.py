@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -26,6 +28,7 @@ class PluginRecord:
         api: the plugin API it was written for, None while unknown.
         status: whether it is in use.
         reason: one line that says why it is not in use, empty when it is.
+        remedy: what to do to use one that a setting blocks.
         traceback: the traceback behind ``reason``, where there is one.
         module: the imported module while the plugin is in use.
     """
@@ -37,6 +40,7 @@ class PluginRecord:
     api: int | None = None
     status: Status = "ok"
     reason: str = ""
+    remedy: str = ""
     traceback: str = ""
     module: ModuleType | Any = None
 
@@ -44,6 +48,22 @@ class PluginRecord:
     def origin(self) -> str:
         """The plugin and where it comes from: ``'acme' (acme-hp-ops 0.4.2)``."""
         return f"{self.name!r} ({self.dist} {self.version})" if self.dist else f"{self.name!r} ({self.target})"
+
+
+def how_to_get(dist: str, plugins: Iterable[PluginRecord]) -> str:
+    """What a user does to have the plugin of a package of ours: install it, or stop what keeps it out.
+
+    Args:
+        dist: the pip package.
+        plugins: those found, in use or not.
+    """
+    record = next((record for record in plugins if record.dist == dist), None)
+    pip = f"{sys.executable} -m pip install"
+    if record is None:
+        return f"is not installed in {sys.prefix}\n    {pip} {dist}\n    from a clone: {pip} ./packages/{dist}"
+    if record.status != "ok":
+        return f"is installed but left out: {record.reason}\n    {record.remedy or 'see hyper-parallel plugins'}"
+    return f"is installed as version {record.version}, which does not have it yet\n    {pip} -U {dist}"
 
 
 @dataclass(frozen=True)
