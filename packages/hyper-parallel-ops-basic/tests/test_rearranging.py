@@ -65,6 +65,7 @@ class TestRepeatInterleave(Quick):
         sample(MATRIX, torch.tensor([1, 0, 3, 2, 1]), dim=0),
         sample(tensor(3, 5), torch.tensor([2, 0, 1]), 0, output_size=3),
         sample(tensor(5), torch.tensor([2])),
+        sample(tensor(2, 3), torch.tensor([1, 0, 3, 2, 1, 0])),
         sample(torch.tensor([1, 0, 2])).options(name="positions"),
     )
 
@@ -125,3 +126,14 @@ def test_joining_over_two_axes_with_a_packed_piece_gives_its_packing_to_no_other
 def test_joining_along_a_dim_that_two_axes_shard_moves_elements_once():
     a, b = (distribute_tensor(torch.randn(n, 3), mesh_of((2, 2)), [Shard(0), Shard(0)]) for n in (9, 6))
     in_one_piece(a.requires_grad_(), b, (Shard(0), Shard(0)), {"all_to_all": 4})
+
+
+@pytest.mark.ranks(4)
+def test_repeats_that_are_sharded_as_the_elements_are_gathered_and_the_copies_travel_once():
+    x, repeats = torch.randn(5, 3), torch.tensor([0, 4, 1, 0, 2])
+    ours, counts = (distribute_tensor(t, mesh_of((4,)), [Shard(0)]) for t in (x, repeats))
+    with CommTrace() as trace:
+        out = torch.repeat_interleave(ours, counts, 0)
+    assert out.placements == (Shard(0),)
+    assert trace.counts == {"all_gather": 1, "all_to_all": 1}
+    assert torch.equal(out.full_tensor(), x.repeat_interleave(repeats, 0))

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Solution, normal_dim
+from hyper_parallel.conversion import remembered
 from hyper_parallel.dispatcher import dispatch
+from hyper_parallel.dtensor import DTensor
 from hyper_parallel.families.moving import Move, Moving, pending_rows, plain
 from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import Partial
@@ -135,7 +137,7 @@ class Repeat(StrategyOp):
         return [1] * (len(call.inputs[0].shape) - len(given)) + given
 
 
-def repeated(input: torch.Tensor, repeats: Any, dim: int | None, output_size: int | None) -> torch.Tensor:
+def repeated(input: torch.Tensor, repeats: Any, dim: int, output_size: int | None) -> torch.Tensor:
     """``torch.repeat_interleave`` with the size of the result known."""
     return torch.repeat_interleave(input, repeats, dim, output_size=output_size)
 
@@ -143,14 +145,14 @@ def repeated(input: torch.Tensor, repeats: Any, dim: int | None, output_size: in
 class RepeatInterleave(FunctionOp):
     """``repeat_interleave(x, repeats, dim)``, and ``repeat_interleave(repeats)``, which repeats the positions.
 
-    A tensor of repeats without ``output_size`` is summed first: all ranks must call it.
+    A tensor of repeats is data that every rank needs: it says where each element goes, and how many there are.
     """
 
     summary = OpSummary(
         "every dim",
         pending="passes, of any kind",
         communicates="sharded repeated dim: 1 all-to-all of the elements that change rank | the same",
-        whole="a dim that a tensor of repeats changes: where an element goes depends on the data",
+        whole="a tensor of repeats (1 all-gather): where an element goes depends on those before",
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -160,31 +162,50 @@ class RepeatInterleave(FunctionOp):
     def _run(input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> Any:
         if repeats is None:
             input, repeats = torch.ones_like(input).cumsum(0) - 1, input
+        if dim is None:
+            input, dim = input.flatten(), 0
+        if isinstance(repeats, DTensor):
+            repeats = remembered(repeats, repeats.layout.replicated())
         if isinstance(repeats, torch.Tensor) and output_size is None:
-            along = input.numel() if dim is None else input.shape[dim]
-            output_size = int(repeats.sum()) * (along if repeats.numel() == 1 else 1)
+            output_size = int(repeats.sum()) * (input.shape[dim] if repeats.numel() == 1 else 1)
         return dispatch(repeated, (input, repeats, dim, output_size), {})
 
 
 class Repeated(Moving):
-    """:func:`repeated`: along a sharded dim the copies go where the result's shards are.
-
-    A tensor of repeats is data: that dim is whole.
-    """
+    """:func:`repeated`: along a sharded dim the copies go where the result's shards are."""
 
     summary = RepeatInterleave.summary
     signature = "input, repeats, dim, output_size"
 
     def maps(self, call: Call) -> dict[int, torch.Tensor]:
-        dim, repeats = call.dim("dim"), call.arg("repeats")
-        if dim is None or call.index("repeats") is not None:
-            return {}
-        return {dim: torch.arange(call.inputs[0].shape[dim]).repeat_interleave(int(repeats))}
+        if call.index("repeats") is not None:
+            return {}  # data; see solve
+        dim = self.repeated_dim(call)
+        return {dim: torch.arange(call.inputs[0].shape[dim]).repeat_interleave(int(call.arg("repeats")))}
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        dim, by_tensor = call.dim("dim"), call.index("repeats") is not None
         for d in range(len(call.inputs[0].shape)):
-            if dim is not None and (d != dim or not by_tensor):
-                yield Strategy({"input": S(d)}, S(d))
+            yield Strategy({"input": S(d)}, S(d))
         for pending in {p for p in call.inputs[0].layout.placements if isinstance(p, Partial)}:
             yield Strategy({"input": pending}, pending)
+
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        at, target, output = self.repeated_dim(call), solution.targets[0], solution.outputs[0]
+        assert output is not None
+        if call.index("repeats") is None or not target.shard_order[at]:
+            return solution
+        output, size = plain(fit_rank(output, target.ndim), [at]), call.inputs[0].shape[at]
+
+        def local(x: torch.Tensor, repeats: torch.Tensor, dim: int, output_size: int) -> torch.Tensor:
+            index = torch.arange(size).repeat_interleave(repeats.cpu(), output_size=output_size)
+            return Move.between(target, size, at, output, at, index)(x, at)
+
+        solution.outputs[0], solution.local = output, local
+        return solution
+
+    @staticmethod
+    def repeated_dim(call: Call) -> int:
+        dim = call.dim("dim")
+        assert dim is not None
+        return dim
