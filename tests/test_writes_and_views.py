@@ -281,9 +281,10 @@ def test_a_tensor_whose_maximum_is_pending_and_its_detached_form_change_together
     assert x.tolist() == [-1.0, 2.0]
     norms = spread(leaf(4, 3).detach(), Shard(0)).norm(dim=0)
     other = norms.data
-    with pytest.raises(ValueError, match="no strategy takes"):  # terms of a norm cannot be negative
-        other.neg_()
-    del other
+    for shared in (other, norms):
+        with pytest.raises(ValueError, match="no strategy takes"):  # terms of a norm cannot be negative
+            shared.neg_()
+    del other, shared
     norms.neg_()
     torch.testing.assert_close(norms.full_tensor(), -leaf(4, 3).detach().norm(dim=0))
 

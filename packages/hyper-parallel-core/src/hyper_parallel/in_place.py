@@ -131,7 +131,8 @@ def reduce_in_place(target: DTensor) -> bool:
     function that writes the tensor and needs its value finds it reduced.
     """
     kinds = {p.reduce_op for p in target._spec.layout.placements if is_partial(p)}
-    if not kinds or kinds & {"sum", "avg"} or target._base_dtensor is not None or any(v() for v in target._views):
+    is_shared = target._base_dtensor is not None or any(view() is not None for view in target._views)
+    if not kinds or kinds & {"sum", "avg"} or is_shared:
         return False
     carry_out(target)
     return True
