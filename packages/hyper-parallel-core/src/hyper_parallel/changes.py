@@ -23,7 +23,7 @@ def _as_dtensor(tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any
 
 def changed(args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, inplace: bool) -> tuple[Any, Any]:
     """The arguments with the plan's redistributions applied to the DTensors."""
-    if plan.places is not None and not inplace:
+    if plan.places is not None:
         new_args, new_kwargs = list(args), dict(kwargs)
         for place, (_, layout, varying) in zip(plan.places, plan.changes or (), strict=True):
             where: Any = new_kwargs if isinstance(place, str) else new_args

@@ -16,7 +16,7 @@ from hyper_parallel.arguments import lifted, on_locals
 from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.cache_key import scan
 from hyper_parallel.changes import changed, with_reduced_forms
-from hyper_parallel.context import state
+from hyper_parallel.context import Mode, state
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError, RedistributionError
 from hyper_parallel.in_place import (
@@ -32,11 +32,12 @@ from hyper_parallel.in_place import (
 )
 from hyper_parallel.meshes import on_mesh
 from hyper_parallel.metadata import handler_of
-from hyper_parallel.op import FunctionOp
-from hyper_parallel.plan import CACHE_LIMIT, Rule, finish, is_asked, make_plan, wrap_many
+from hyper_parallel.op import DistributedOp, FunctionOp
+from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
 from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
+from hyper_parallel.strategy import LayoutOp
 from hyper_parallel.structures import tensors_of
-from hyper_parallel.three_phases import Again, three_phases
+from hyper_parallel.three_phases import ThreePhaseRule
 from hyper_parallel.wrapper import new_wrapper
 
 __all__ = ["dispatch", "register_function"]
@@ -51,7 +52,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    """``DTensor.__torch_function__``, without a function call between."""
+    """``DTensor.__torch_function__``: what needs no plan goes its own way."""
     rule = _rules.get(func)
     if rule.__class__ is not Rule:
         if rule is None:
@@ -61,75 +62,92 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
     mode = state.mode
     if mode.skip:
         return on_locals(func, args, kwargs or {})
-    if rule.generic:
-        return _generic(rule, args, kwargs or {})
     if rule.inplace and isinstance(args[0], torch.Tensor) and args[0].__class__ is not DTensor:
         return _into_plain(rule, args, kwargs or {})
     if kwargs and "out" in kwargs:
         return into_out(func, args, kwargs)
+    return _call(rule, mode, args, kwargs, args[0] if args else None)
+
+
+def _call(
+    rule: Rule,
+    mode: Mode,
+    args: Sequence[Any],
+    kwargs: Any,
+    source: Any,
+    before: Plan | None = None,
+    copied: bool = False,
+) -> Any:
+    """Find the plan for these arguments, and run it; where it asks for other arguments, call again with those.
+
+    Args:
+        source: the first argument as the user gave it, of which the result may be a view.
+        before: the plan that changed the arguments to these; what it decided holds.
+        copied: whether that put a copy in the place of ``source``.
+    """
     grad = _grad_enabled()
-    source = args[0] if args else None  # of which the result may be a view
-    solution = before = None
-    copied = False
-    while True:
-        key: list[Any] = [grad, mode, solution is None]
-        local_args: list[Any] = []
-        local_kwargs: dict[str, Any] = {}
-        loose = scan(args, key, local_args, grad, rule.by_value)
-        if kwargs and not loose:
-            values: list[Any] = []
-            key.extend(kwargs)
-            loose = scan(kwargs.values(), key, values, grad, rule.by_value)
-            local_kwargs = dict(zip(kwargs, values, strict=False))
-        if loose:
-            return dispatch(func, *lifted(rule.name, rule.op, args, kwargs or {}))
-        lookup = tuple(key)
-        plan = rule.cache.get(lookup)
-        if plan is not None and plan.ready:
-            break
+    key: list[Any] = [grad, mode, before is None]
+    local_args: list[Any] = []
+    local_kwargs = kwargs
+    loose = scan(args, key, local_args, grad, rule.by_value)
+    if kwargs and not loose:
+        values: list[Any] = []
+        key.extend(kwargs)
+        loose = scan(kwargs.values(), key, values, grad, rule.by_value)
+        local_kwargs = dict(zip(kwargs, values, strict=False))
+    if loose:
+        return dispatch(rule.func, *lifted(rule.name, rule.op, args, kwargs or {}))
+    lookup = tuple(key)
+    plan = rule.cache.get(lookup)
+    if plan is None or not plan.ready:
         writes = rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at)
-        if solution is None and not writes and (rule.use_reduced if plan is None else plan.pending):
+        if before is None and not writes and (rule.use_reduced if plan is None else plan.pending):
             reduced = with_reduced_forms(args, kwargs or {})
             if reduced is not None:
-                args, kwargs = reduced
-                continue
+                return _call(rule, mode, *reduced, source)
         if plan is None:
             try:
-                plan = make_plan(rule, args, kwargs or {}, solution)
+                plan = make_plan(rule, args, kwargs or {}, None if before is None else before.solution)
             except RedistributionError:
-                if not rule.inplace or mode.policy == "strict" or not isinstance(args[0], DTensor):
+                written = _write_another_way(rule, args, kwargs) if rule.inplace else None
+                if written is None:
                     raise
-                if reduce_in_place(args[0]):
-                    continue
-                out_of_place = form_of(rule.name)
-                if out_of_place is None or not holds_any_value(args[0].layout):
-                    raise
-                return write(args[0], dispatch(out_of_place, args, kwargs))
-            if len(rule.cache) >= CACHE_LIMIT:
-                rule.cache.clear()
-            rule.cache[lookup] = plan
-        if plan.changes is None:
-            break
+                return written
+            rule.remember(lookup, plan)
         if plan.mesh is not None:
-            args, kwargs = on_mesh(args, kwargs or {}, plan.mesh)
-            continue
-        if writes and any(index == 0 for index, _, _ in plan.changes):
-            return write_back(func, args, kwargs or {}, rule.flag_at)  # type: ignore[arg-type]
-        args, kwargs = changed(args, kwargs or {}, plan, rule.inplace)
-        copied = copied or plan.is_view
-        if plan.then is not None:
+            return _call(rule, mode, *on_mesh(args, kwargs or {}, plan.mesh), source, before, copied)
+        if plan.changes is not None:
+            if writes and any(index == 0 for index, _, _ in plan.changes):
+                return write_back(rule.func, args, kwargs or {}, rule.flag_at)  # type: ignore[arg-type]
+            args, kwargs = changed(args, kwargs or {}, plan, rule.inplace)
+            copied = copied or plan.is_view
+            if plan.then is None:
+                return _call(rule, mode, args, kwargs, source, plan, copied)
             for place in plan.places or ():
                 if isinstance(place, str):
                     local_kwargs[place] = kwargs[place]._resolve()
                 else:
                     local_args[place] = args[place]._resolve()
             plan = plan.then
-            break
-        solution, before = plan.solution, plan  # what was decided holds for the changed inputs
-    if before is not None and before.places is not None and plan.ready and not rule.inplace:
+    if before is not None and before.places is not None and plan.ready:
         before.then = plan  # found without a second look-up from now on
+    return _run(rule, plan, args, kwargs, local_args, local_kwargs, grad, source, copied)
+
+
+def _run(
+    rule: Rule,
+    plan: Plan,
+    args: Sequence[Any],
+    kwargs: Any,
+    local_args: list[Any],
+    local_kwargs: Any,
+    grad: bool,
+    source: Any,
+    copied: bool,
+) -> Any:
+    """Run a plan on the local tensors and wrap what comes out; ``source`` and ``copied`` as in :func:`_call`."""
     if plan.inplace:
-        return run_inplace(plan, args, local_args, local_kwargs)
+        return run_inplace(plan, args, local_args, local_kwargs or {})
     if rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at):
         before_write(args[0], counted=True)
     out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)
@@ -137,24 +155,34 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         out = finish(plan, out)
     spec = plan.spec
     if spec is None:
-        many = wrap_many(out, plan.specs)
-        if plan.is_view:
-            for view in many:
-                note_base(view, source, rule.name if copied or plan.copies else None)
-        return many
-    if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
-        return args[0]  # a cast or copy that was none, as in PyTorch; or inplace=True
-    if out.dtype is not spec.dtype:  # autocast chose another dtype
-        spec = spec.replace(dtype=out.dtype)
-    result = new_wrapper(DTensor, out, spec, out.requires_grad)
-    result._pending = None if grad else Marks.now
+        result = wrap_many(out, plan.specs)
+    else:
+        if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
+            return args[0]  # a cast or copy that was none, as in PyTorch; or inplace=True
+        if out.dtype is not spec.dtype:  # autocast chose another dtype
+            spec = spec.replace(dtype=out.dtype)
+        result = new_wrapper(DTensor, out, spec, out.requires_grad)
+        result._pending = None if grad else Marks.now
     if plan.is_view:
-        if copied or plan.copies:
-            region = rule.op.region(args, kwargs or {})  # type: ignore[attr-defined]
-            note_base(result, source, rule.name, region)
-        else:
-            note_base(result, source, None)
+        is_copy = copied or plan.copies
+        region = rule.op.region(args, kwargs or {}) if is_copy else None  # type: ignore[attr-defined]
+        for view in result if spec is None else (result,):
+            note_base(view, source, rule.name if is_copy else None, region)
     return result
+
+
+def _write_another_way(rule: Rule, args: Sequence[Any], kwargs: Any) -> DTensor | None:
+    """An in-place operator whose target does not fit: what is pending in it is carried out, or else the value is
+    computed out of place and written as terms; None where neither is possible or allowed."""
+    target = args[0]
+    if state.mode.policy == "strict" or not isinstance(target, DTensor):
+        return None
+    if reduce_in_place(target):
+        return dispatch(rule.func, args, kwargs)
+    out_of_place = form_of(rule.name)
+    if out_of_place is None or not holds_any_value(target.layout):
+        return None
+    return write(target, dispatch(out_of_place, args, kwargs))
 
 
 DTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
@@ -172,7 +200,7 @@ def _find(func: Callable[..., Any]) -> Any:
         return handler
     if func in _named:
         op_name, gradients = _named[func]
-        rule = _rules[func] = Rule(func, get_distributed_op(op_name), op_name)
+        rule = _rules[func] = _rule(func, get_distributed_op(op_name), op_name)
         rule.grad_placements = gradients
         return rule
     op = registry.find(func)
@@ -181,10 +209,14 @@ def _find(func: Callable[..., Any]) -> Any:
     if isinstance(op, FunctionOp):
         _rules[func] = _of_function(op)
     else:
-        rule = Rule(func, op, getattr(func, "__name__", None) or str(func))
+        rule = _rule(func, op, getattr(func, "__name__", None) or str(func))
         in_place_view = rule.inplace and getattr(op, "makes_views", False) and not rule.name.startswith("__")
         _rules[func] = _of_view(rule.name.removesuffix("_")) if in_place_view else rule
     return _rules[func]
+
+
+def _rule(func: Callable[..., Any], op: DistributedOp, name: str) -> Rule:
+    return (Rule if isinstance(op, LayoutOp) else ThreePhaseRule)(func, op, name)
 
 
 def _of_view(name: str) -> Callable[..., Any]:
@@ -281,12 +313,3 @@ def _into_plain(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             "the plain tensor cannot hold the result. Make the target a DTensor"
         )
     return target
-
-
-def _generic(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that uses the three phases itself."""
-    while True:
-        result = three_phases(rule, args, kwargs)
-        if not isinstance(result, Again):
-            return result
-        args, kwargs = result.args, result.kwargs

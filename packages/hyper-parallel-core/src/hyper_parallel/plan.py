@@ -29,7 +29,6 @@ class Rule:
         "cache",
         "flag_at",
         "func",
-        "generic",
         "grad_placements",
         "inplace",
         "name",
@@ -41,15 +40,21 @@ class Rule:
         from hyper_parallel.strategy import LayoutOp
 
         self.func, self.op, self.name = func, op, name
-        self.generic = not isinstance(op, LayoutOp)
+        generic = not isinstance(op, LayoutOp)
         # 0: numbers do not matter; 1: ints do; 2: floats too.
-        self.by_value = 1 if self.generic else 2 if op.floats_matter else int(op.scalars_matter)  # type: ignore[attr-defined]
+        self.by_value = 1 if generic else 2 if op.floats_matter else int(op.scalars_matter)  # type: ignore[attr-defined]
         self.inplace = is_inplace(name)
         self.flag_at = flag_position(func)
         # A view must be of the tensor itself, so that writes reach it.
-        self.use_reduced = not self.inplace and not self.generic and not op.makes_views  # type: ignore[attr-defined]
+        self.use_reduced = not self.inplace and not generic and not op.makes_views  # type: ignore[attr-defined]
         self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
         self.cache: dict[Any, Any] = {}
+
+    def remember(self, key: Any, plan: Any) -> None:
+        """Keep a plan for calls with this key."""
+        if len(self.cache) >= CACHE_LIMIT:
+            self.cache.clear()
+        self.cache[key] = plan
 
 
 class Plan:
@@ -64,7 +69,8 @@ class Plan:
         solution: what the rule decided, which holds after the changes.
         inplace: the first argument is the result.
         is_new: no call has used it yet, so that :func:`finish` is due.
-        places: where the inputs to change are: position of the argument, or its name; None when one is inside a list.
+        places: where the inputs to change are: position of the argument, or its name; None when one is inside a list,
+            or a target to be written, which has to stay the tensor that it is.
         then: the plan after the changes, once it is known.
         pending: whether an input is a pending sum, of which there may be a form that was reduced before.
         ready: whether calls alike can be run as they are.
@@ -156,7 +162,7 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
                 )
     if changes:
         plan.changes, plan.solution = changes, solution
-        plan.places = _places(call, [index for index, _, _ in changes])
+        plan.places = None if rule.inplace else _places(call, [index for index, _, _ in changes])
         plan.is_view = (solution.is_view or solution.copies) and solution.targets[0] is not call.inputs[0].layout
         return plan
     plan.call = solution.local or rule.func

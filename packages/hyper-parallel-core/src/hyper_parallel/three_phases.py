@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import lifted, make_call
+from hyper_parallel.arguments import lifted, make_call, on_locals
 from hyper_parallel.cache_key import scan
 from hyper_parallel.call import Call, Solution, refuse
 from hyper_parallel.changes import changed
@@ -18,7 +17,6 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.meshes import common_mesh, on_mesh
 from hyper_parallel.placements import Replicate, Shard, is_partial, is_replicate
 from hyper_parallel.plan import (
-    CACHE_LIMIT,
     Plan,
     Rule,
     fit_rank,
@@ -33,22 +31,23 @@ from hyper_parallel.redistribute import varying_axes
 from hyper_parallel.spec import Spec, is_even, make_spec, stride_like
 
 
-@dataclass(frozen=True)
-class Again:
-    """The arguments changed: ask again."""
+class ThreePhaseRule(Rule):
+    """A torch function and the operator that serves it by its three phases, called instead of planned for."""
 
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
+    __slots__ = ()
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the operator."""
+        return on_locals(func, args, kwargs) if state.mode.skip else _three_phases(self, args, kwargs)
 
 
-def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run the operator, or say with which arguments to ask :class:`Again`."""
+def _three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     op = rule.op
     args, kwargs = lifted(rule.name, op, args, kwargs)
     call = make_call(op, rule, tuple(args), kwargs)
     mesh = common_mesh(call) if op.one_mesh else None
     if mesh is not None:
-        return Again(*on_mesh(args, kwargs, mesh))
+        return _three_phases(rule, *on_mesh(args, kwargs, mesh))
     solution = Solution([spec.layout for spec in call.inputs], [])
     if not op.allow_partial_inputs and state.mode.policy != "strict":
         solution.targets = [
@@ -63,12 +62,10 @@ def three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     found = rule.cache.get(key)
     if found is None:
         found = _infer_generic(rule, call, solution, values)
-        if len(rule.cache) >= CACHE_LIMIT:
-            rule.cache.clear()
-        rule.cache[key] = found
+        rule.remember(key, found)
     plan, result = found
     if plan.changes is not None:
-        return Again(*changed(args, kwargs, plan, rule.inplace))
+        return _three_phases(rule, *changed(args, kwargs, plan, rule.inplace))
     local = plan.call or op.get_expand_impl(rule.func, result, values) or rule.func
     if rule.inplace:
         running = Plan()
