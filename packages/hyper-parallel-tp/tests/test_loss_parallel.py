@@ -11,6 +11,7 @@ from hyper_parallel import (
     CommTrace,
     DTensor,
     FusedLinearCrossEntropyLoss,
+    Partial,
     Replicate,
     Shard,
     distribute_tensor,
@@ -18,6 +19,7 @@ from hyper_parallel import (
     init_device_mesh,
     is_loss_parallel_active,
     loss_parallel,
+    redistribute_policy,
 )
 from hyper_parallel.core import tensor_parallel
 
@@ -326,11 +328,23 @@ def test_plain_gradients_are_slices():
 
 
 @pytest.mark.ranks(4)
-def test_log_softmax_then_nll_loss_costs_one_more_each_way():
-    spread = place(logits(), mesh_1d(), Shard(1)).requires_grad_()
-    with loss_parallel(), CommTrace() as trace:
-        F.nll_loss(F.log_softmax(spread, 1), TARGET).reduce_partial().backward()
-    assert (trace.phase("forward"), trace.phase("backward")) == ({"all_reduce": 3}, {"all_reduce": 1})
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_log_softmax_then_nll_loss_costs_two_all_reduces_and_none_backward(dtype):
+    """The loss is a pending sum, which is reduced when it is read."""
+    spread = place(logits(dtype), mesh_1d(), Shard(1)).requires_grad_()
+    with redistribute_policy("strict"), loss_parallel(), CommTrace() as trace:
+        loss = nn.NLLLoss()(nn.LogSoftmax(1)(spread), TARGET)
+        (loss / 2).backward()
+    assert (trace.phase("forward"), trace.phase("backward")) == ({"all_reduce": 2}, {})
+    assert loss.placements == (Partial(),)
+    plain = logits(dtype).requires_grad_()
+    want = nn.NLLLoss()(nn.LogSoftmax(1)(plain).to(loss.dtype), TARGET)
+    (want / 2).backward()
+    torch.testing.assert_close(spread.grad.full_tensor(), plain.grad)
+    with CommTrace() as trace:
+        assert loss.item() == pytest.approx(want.item(), rel=1e-2 if dtype is torch.bfloat16 else 1e-12)
+        assert float(loss) == loss.item()
+    assert trace.counts == {"all_reduce": 1}
 
 
 @pytest.mark.ranks(4)

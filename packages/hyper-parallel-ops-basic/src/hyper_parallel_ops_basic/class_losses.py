@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.boxes import Intervals
 from hyper_parallel.call import Call
 from hyper_parallel.families.held_indices import locate
 from hyper_parallel.families.over_axes import OverAxes
@@ -19,7 +18,8 @@ from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
-from .class_parallel import ClassShard, class_parallel_losses
+from .class_parallel import ClassShard, class_parallel_losses, weight_of
+from .lookup import Lookup
 from .loss_reduction import reduction_of
 
 
@@ -126,8 +126,11 @@ class NLLLoss(ClassLoss):
     are sharded too cost one all-reduce, of the weights of the targets."""
 
     summary = OpSummary(
-        "every dim, classes too",
-        communicates="mean over sharded targets: 1 all-reduce of three numbers | none",
+        "every dim, classes too, which leave a pending sum",
+        communicates=(
+            "mean over sharded targets: 1 all-reduce of three numbers; class weights sharded too: 1 all-reduce of one "
+            "number per row | none"
+        ),
     )
 
     signature = "input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction='mean'"
@@ -143,14 +146,14 @@ class NLLLoss(ClassLoss):
         x, target, weight, ignored = given["input"], given["target"], given.get("weight"), given["ignore_index"]
         valid = target != ignored
         if weight is not None and classes.weight_sharded:
-            every = weight.detach().expand(*target.shape, -1)
-            weights = torch.where(valid, classes.over.sum(_picked(every, target, target.ndim, classes.held)), 0)
+            here = weight_of(weight.detach(), *locate(target, classes.held))
+            weights = torch.where(valid, classes.over.sum(here), 0)
         else:
             weights = _weights(target, weight, ignored, x.dtype)
         if not classes.over:
             return F.nll_loss(x, target, weight, ignore_index=ignored, reduction="none"), weights
         # Where, and not times zero: the gradient of a mean over nothing is 0 and not NaN.
-        return torch.where(valid, -_picked(x, target, classes.dim, classes.held) * weights, 0), weights
+        return torch.where(valid, -_picked(x, target, classes) * weights, 0), weights
 
 
 def weight_placement(call: Call) -> Placement:
@@ -229,10 +232,8 @@ def reduced_losses(
     return total if reduction == "sum" else total / elements
 
 
-def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, held: Intervals) -> torch.Tensor:
+def _picked(x: torch.Tensor, target: torch.Tensor, classes: ClassShard) -> torch.Tensor:
     """The target's score where this rank holds its class, else 0."""
-    place, mine = locate(target, held)
-    if not x.shape[dim]:
-        return x.sum(dim)  # nothing: zeros, joined to the graph
-    found = x.gather(dim, place.unsqueeze(dim)).squeeze(dim)
-    return torch.where(mine, found, 0)
+    dim = classes.dim
+    place, mine = (t.unsqueeze(dim) for t in locate(target, classes.held))
+    return Lookup.apply(x, dim, place, mine, classes.over.layout).squeeze(dim)

@@ -154,6 +154,11 @@ def pick(lower: torch.Tensor, dim: int, place: torch.Tensor, here: torch.Tensor)
     return torch.where(here, lower.gather(dim, place.unsqueeze(dim)).squeeze(dim), 0)
 
 
+def weight_of(weight: torch.Tensor, place: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    """The weight of the target's class where this rank holds it, else 0."""
+    return torch.where(here, weight[place], 0) if len(weight) else weight.new_zeros(place.shape)
+
+
 def score_sum(lower: torch.Tensor, dim: int, weight: torch.Tensor | None) -> torch.Tensor:
     """The (weighted) sum of the scores of this rank's classes, in full precision under autocast too."""
     if weight is None:
@@ -175,7 +180,7 @@ def exchanged(
         parts["scores"] = scores
     if classes.weight_sharded and labels.weight is not None:
         weight = labels.weight.to(picked.dtype)
-        parts["weight"] = torch.where(labels.here, weight[labels.place], 0) if len(weight) else torch.zeros_like(picked)
+        parts["weight"] = weight_of(weight, labels.place, labels.here)
         parts["weight_sum"] = weight.sum()
     buffer = classes.over.sum(torch.cat([part.reshape(-1) for part in parts.values()]))
     pieces = buffer.split([part.numel() for part in parts.values()])

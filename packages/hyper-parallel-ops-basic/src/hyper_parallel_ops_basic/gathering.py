@@ -19,6 +19,7 @@ from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .exchanging import Exchange, any_packed
+from .lookup import Lookup
 
 
 def pending_of(call: Call, name: str) -> list[Partial]:
@@ -72,7 +73,7 @@ class IndexSelect(StrategyOp):
         shape, where = tuple(call.spec("input").shape), call.position("index")
         exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
         held = HeldIndices(targets[0], shape, dim)
-        arguments, take, over = self.arguments, self.take, self.over_index
+        arguments, layout, take, look_up = self.arguments, targets[0], self.take, self.look_up
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = arguments.bind(args, kwargs)
@@ -80,8 +81,7 @@ class IndexSelect(StrategyOp):
             if exchange:
                 rows, at, _ = exchange.read(x, index)
                 return take(rows, dim, at)
-            out, mine = held.read(x, index, lambda piece, at: take(piece, dim, at))
-            return out.masked_fill(~over(mine, dim, out.ndim), 0)
+            return look_up(x, index, held, layout)
 
         return local
 
@@ -91,9 +91,10 @@ class IndexSelect(StrategyOp):
         return x.index_select(dim, index.reshape(-1))
 
     @staticmethod
-    def over_index(mine: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
-        """What goes for each element of the index, in the shape that broadcasts to the result."""
-        return mine.reshape([-1 if d == dim else 1 for d in range(ndim)])
+    def look_up(x: torch.Tensor, index: torch.Tensor, held: HeldIndices, layout: Layout) -> torch.Tensor:
+        """What this rank holds of the result, with zeros for the rest; ``x`` is its piece of a tensor of ``layout``."""
+        out, mine = held.read(x, index, lambda piece, at: IndexSelect.take(piece, held.dim, at))
+        return out.masked_fill(~mine.reshape([-1 if d == held.dim else 1 for d in range(out.ndim)]), 0)
 
 
 class Gather(IndexSelect):
@@ -128,5 +129,5 @@ class Gather(IndexSelect):
         return x.gather(dim, index)
 
     @staticmethod
-    def over_index(mine: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
-        return mine
+    def look_up(x: torch.Tensor, index: torch.Tensor, held: HeldIndices, layout: Layout) -> torch.Tensor:
+        return Lookup.apply(x, held.dim, *held.find(index), layout)

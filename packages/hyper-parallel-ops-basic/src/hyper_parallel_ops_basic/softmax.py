@@ -17,13 +17,14 @@ from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import widened
 from .extremes import local_extreme
+from .lookup import known_sums
 
 
 class Softmax(StrategyOp):
     """``softmax`` and ``log_softmax`` (every form), ``softmin``.
 
     A sharded ``dim``: the maximum and the sum of exponentials are all-reduced forward (of one element per row), and one
-    sum backward.
+    sum backward, unless who made the gradient knows it (:mod:`.lookup`).
 
     Args:
         log: whether the logarithm is returned.
@@ -32,7 +33,10 @@ class Softmax(StrategyOp):
 
     summary = OpSummary(
         "every dim",
-        communicates="sharded dim: 2 all-reduces of one number per row | 1",
+        communicates=(
+            "sharded dim: 2 all-reduces of one number per row | 1 (none where the result of `log_softmax` goes into "
+            "`nll_loss` or `gather`)"
+        ),
     )
 
     def __init__(self, op_name: str, *, log: bool = False, sign: int = 1) -> None:
@@ -129,7 +133,10 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (out,) = ctx.saved_tensors
         over, dim = ctx.args
-        return grad - out.exp() * over.sum(grad.sum(dim, keepdim=True), varying=True), None, None
+        sums = known_sums(grad, over.layout, dim)
+        if sums is None:
+            sums = over.sum(grad.sum(dim, keepdim=True), varying=True)
+        return grad - out.exp() * sums, None, None
 
 
 class LogSumExp(Reduction):
