@@ -63,6 +63,8 @@ class TestRepeatInterleave(Quick):
         sample(tensor(3, 8), 3, dim=1),
         sample(MATRIX, 2),
         sample(MATRIX, torch.tensor([1, 0, 3, 2, 1]), dim=0),
+        sample(tensor(2, 6), torch.tensor([0, 0, 4, 0, 1, 0]), dim=-1),
+        sample(tensor(3, 2), torch.tensor([0, 0, 0]), 0),
         sample(tensor(3, 5), torch.tensor([2, 0, 1]), 0, output_size=3),
         sample(tensor(5), torch.tensor([2])),
         sample(tensor(2, 3), torch.tensor([1, 0, 3, 2, 1, 0])),
@@ -137,3 +139,26 @@ def test_repeats_that_are_sharded_as_the_elements_are_gathered_and_the_copies_tr
     assert out.placements == (Shard(0),)
     assert trace.counts == {"all_gather": 1, "all_to_all": 1}
     assert torch.equal(out.full_tensor(), x.repeat_interleave(repeats, 0))
+
+
+@pytest.mark.ranks(4)
+def test_copies_that_stay_on_their_rank_travel_nowhere():
+    x = distribute_tensor(torch.arange(4.0), mesh_of((4,)), [Shard(0)])
+    repeats = distribute_tensor(torch.full((4,), 3), mesh_of((4,)), [Replicate()])
+    with CommTrace() as trace:
+        out = x.repeat_interleave(repeats)
+    assert not trace.counts
+    assert out.to_local().tolist() == [float(mesh_of((4,)).get_rank())] * 3
+
+
+@pytest.mark.ranks(4)
+def test_repeats_that_cannot_be_are_refused_on_every_rank():
+    x = distribute_tensor(torch.arange(5.0), mesh_of((4,)), [Shard(0)])
+
+    def repeat(*repeats, **options):
+        return x.repeat_interleave(distribute_tensor(torch.tensor(repeats), mesh_of((4,)), [Shard(0)]), **options)
+
+    for wrong, options in (((1, 2, 1, 1, -1), {}), ((3, 0, 1, 0, 4), {"output_size": 9}), ((1, 1, 1, 1), {})):
+        with pytest.raises(RuntimeError):
+            repeat(*wrong, **options)
+    assert repeat(3, 0, 1, 0, 4, output_size=8, dim=-1).tolist() == [0.0, 0, 0, 2, 4, 4, 4, 4]

@@ -149,12 +149,14 @@ class _Reading:
             x = in_memory_order(move(x, dim), memory_order(x.stride()))  # as a slice would have its dims
         where = [self._local_part(item, given) for item in self.index.items]
         mine: torch.Tensor | None = None
+        shares = False  # whether it is a view on this rank, which it must not be where it is none on others
         for at, item in enumerate(self.index.items):
             held = self.held.get(item.dim) if item.kind in ("int", "tensor") else None
             if held is None:
                 continue
             if item.kind == "int":
                 position = held.position(where[at] % held.size)
+                shares = position is not None
                 if position is None:
                     x = one_row_more(x, item.dim)
                     position = x.shape[item.dim] - 1  # zeros
@@ -172,7 +174,7 @@ class _Reading:
             mine = here if mine is None else mine & here
         out = x[tuple(where)]
         if mine is None:
-            return out
+            return out.clone() if shares and self.index.is_basic else out
         after = out.ndim - (self.index.gathered or 0) - len(self.index.broadcast or ())
         return out.masked_fill(~mine.view(*mine.shape, *[1] * after), 0)
 

@@ -72,7 +72,7 @@ class Split(LayoutOp):
             for axis, placement in piece.placements.items():
                 placements[axis] = on_dim(placement, dim)
             outputs.append(layout.with_order(tuple(placements), layout.shard_order))
-        local = _split_locally(kept, dim) if layout.shard_order[dim] else None
+        local = _split_locally(kept, dim, call.name) if layout.shard_order[dim] else None
         return Solution([layout], list(outputs), local, is_view=True)
 
     @staticmethod
@@ -94,11 +94,16 @@ class Split(LayoutOp):
         return Solution([layout], [output] * len(ranges), local, copies=True)
 
 
-def _split_locally(kept: list[Kept], dim: int) -> Callable[..., Any]:
+# Functions whose results PyTorch makes one by one, so that they may be written to while gradients are on.
+_ONE_BY_ONE = ("tensor_split", "hsplit", "vsplit", "dsplit")
+
+
+def _split_locally(kept: list[Kept], dim: int, name: str) -> Callable[..., Any]:
     slices = [k.local for k in kept]
     filled = [s for s in slices if s.stop > s.start]
     sizes = [s.stop - s.start for s in slices]
-    if all(a.stop == b.start for a, b in itertools.pairwise(filled)) and (not filled or filled[0].start == 0):
+    adjoin = all(a.stop == b.start for a, b in itertools.pairwise(filled)) and (not filled or filled[0].start == 0)
+    if adjoin and name not in _ONE_BY_ONE:
         # One node of the autograd graph, whose backward is one concatenation.
         return lambda x, *args, **kwargs: x.split(sizes, dim) if sum(sizes) == x.shape[dim] else _cut(x, slices, dim)
     return lambda x, *args, **kwargs: _cut(x, slices, dim)
