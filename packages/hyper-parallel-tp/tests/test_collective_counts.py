@@ -91,6 +91,44 @@ def test_a_sequence_parallel_layer_costs_two_gathers_and_two_scatters_each_way(g
     check_gradients(model, twin)
 
 
+def pieces_plan():
+    """A sequence-parallel plan whose projections multiply while they communicate; one piece each."""
+    plan = sequence_plan(False, gather_in_block=False)
+    for name in ("attention.[qkv]", "mlp.gate", "mlp.up"):
+        plan[name] = ColwiseParallel(input_layouts=S1, use_local_output=False, overlap_pieces=1)
+    for name in ("attention.o", "mlp.down"):
+        plan[name] = RowwiseParallel(output_layouts=S1, use_local_output=False, overlap_pieces=1)
+    return plan
+
+
+SCATTERED = {"all_gather": 2, "reduce_scatter": 2}
+UNDER_AUTOCAST = {
+    "plain": (lambda: block_plan(True), {"all_reduce": 2}),
+    "DTensors": (lambda: block_plan(False), {"all_reduce": 2}),
+    "sequence, gathered by the block": (lambda: sequence_plan(False, True), SCATTERED),
+    "sequence, gathered by projections": (lambda: sequence_plan(False, False), SCATTERED),
+    "in pieces": (pieces_plan, SCATTERED),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_a_layer_under_autocast_costs_no_more(name):
+    plan, costs = UNDER_AUTOCAST[name]
+    model, twin = twins(Block, dtype=torch.float32)
+    parallelize_module(model, mesh(), plan())
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    given = x if name == "plain" else distribute_tensor(x, mesh(), [S1 if costs is SCATTERED else R])
+    with torch.autocast("cpu", torch.bfloat16):
+        forward, backward, out = count(model, given.clone().requires_grad_() * 1)
+        want = twin(x)
+    assert forward == costs
+    norms = {"all_reduce": 2} if costs is SCATTERED else {}  # the gradient of each norm's weight
+    assert backward == {**costs, **norms}
+    out = out.full_tensor() if isinstance(out, DTensor) else out
+    torch.testing.assert_close(out, want, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.ranks(2)
 def test_projections_share_the_gather_of_a_plain_piece():
     model, twin = twins(Attention)

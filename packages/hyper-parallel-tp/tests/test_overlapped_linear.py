@@ -207,6 +207,40 @@ def test_autocast():
     torch.testing.assert_close(out.full_tensor().double(), want.detach(), rtol=0.05, atol=0.05)
     out.float().sum().backward()
     assert [t.grad.dtype for t in column] == [torch.float32] * 3
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        wide = all_gather_linear(spread(plain[0], mesh, Shard(1)), spread(plain[1], mesh, Shard(0)))
+    assert wide.dtype is torch.float64
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("used", [(0, 1, 2), (1, 2)])  # by the loss
+def test_layers_that_share_an_input_gather_it_once_under_autocast(used):
+    """In the low precision: half of the bytes. Outside of autocast, or back inside, it is gathered as that needs it."""
+    mesh = mesh_of((4,))
+    plain = [leaf(2, 13, IN, seed=1), *(leaf(OUT, IN, seed=s) for s in (2, 3, 4))]
+    plain = [t.float().requires_grad_() for t in plain]
+    x, *weights = spread(plain[0], mesh, Shard(1)), *(spread(w, mesh, Shard(0)) for w in plain[1:])
+    with CommTrace() as trace:
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = [all_gather_linear(x, w, pieces=2) for w in weights]
+        sum(outs[i].float().pow(2).sum() for i in used).backward()
+    assert trace.counts == {"all_gather": 2, "reduce_scatter": 2}
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = [F.linear(plain[0], w) for w in plain[1:]]
+    sum(wanted[i].float().pow(2).sum() for i in used).backward()
+    for out, want in zip(outs, wanted, strict=True):
+        torch.testing.assert_close(out.full_tensor(), want)
+    for got, want in zip((x, *weights), plain, strict=True):
+        if want.grad is not None:
+            torch.testing.assert_close(
+                got.grad.full_tensor(), want.grad, rtol=0.02, atol=0.02 * want.grad.abs().max().item()
+            )
+    with CommTrace() as trace, torch.no_grad():
+        for low, expected in ((True, torch.bfloat16), (False, torch.float32), (True, torch.bfloat16)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                outs = [all_gather_linear(x, w, pieces=2) for w in weights]
+            assert {out.dtype for out in outs} == {expected}
+    assert trace.counts == {"all_gather": 6}
 
 
 def refusals():

@@ -37,7 +37,7 @@ def all_gather_linear(input: DTensor, weight: DTensor, bias: DTensor | None = No
     Equal to ``F.linear(input.redistribute(Replicate), weight, bias)``, forward and backward, in the same number of
     bytes: ``pieces`` all-gathers forward, ``pieces`` reduce-scatters backward. What arrived is remembered: of layers
     that share an input (q, k and v; gate and up) the first gathers it, and the first scatters the sum of all their
-    gradients. (Under autocast to another dtype each does so for itself.)
+    gradients; under autocast in the dtype that it computes in.
 
     Args:
         input: ``(..., in_features)``, ``Shard(d)`` of a dim other than the last over the axis that shards the weight;
@@ -69,8 +69,9 @@ def all_gather_linear(input: DTensor, weight: DTensor, bias: DTensor | None = No
     typed, (x, w, *b) = _locals(tensors)
     known = _Gathered(input)
     product, gathered = _AllGatherLinear.apply(x, w, b[0] if b else None, cut, known.graph)
-    if gathered.dtype is input.dtype and not gathered.is_inference():
-        known.tensor = wrap(gathered, target_spec(input.spec, whole, input.spec.varying | {axis}))
+    if not gathered.is_inference():
+        spec = target_spec(input.spec, whole, input.spec.varying | {axis})
+        known.tensor = wrap(gathered, spec.replace(dtype=gathered.dtype))
         _gathered[input] = known
     return _wrapped(product, typed, out)
 
@@ -136,7 +137,8 @@ class _Gathered:
         local = input.to_local()
         if local.is_inference():
             return None
-        return local._version, local.requires_grad, torch.is_grad_enabled(), torch._C._current_graph_task_id()
+        mode = torch.is_grad_enabled(), _cast_to(input), torch._C._current_graph_task_id()
+        return local._version, local.requires_grad, *mode
 
 
 _gathered: Any = WeakTensorKeyDictionary()
@@ -250,9 +252,11 @@ def _features_like(weight: DTensor, axis: int, ndim: int) -> Placement:
 
 
 def _cast_to(tensor: DTensor) -> torch.dtype | None:
-    """The dtype that autocast computes in, when it is another than the tensor's."""
+    """The dtype that autocast computes in, when it is another than the tensor's; it leaves float64 alone."""
     kind = tensor.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
     return None if dtype is tensor.dtype else dtype
 
 
