@@ -281,47 +281,50 @@ def _packs_pieces(row: Row, before: Sequence[Row]) -> bool:
 def _row_cost(call: Call, row: Row, current: Sequence[Placement], largest_output: int) -> tuple[float, int]:
     """Elements to communicate and number of conversions; infinite when the policy forbids it."""
     policy = call.mode.policy
+    pairs = list(zip(current, row.inputs, strict=True))
+    alike = [have == want or (is_shard(have) and is_shard(want) and have.dim == want.dim) for have, want in pairs]
+    if call.inplace and (not alike[0] or row.outputs[0] != row.inputs[0]):
+        return _FORBIDDEN, 0  # the target of an in-place operator keeps its placements
+    anchored = policy == "auto" or any(same and is_shard(have) for same, (have, _) in zip(alike, pairs, strict=True))
     total: float = 0
     conversions = 0
-    anchored = policy == "auto" or any(
-        is_shard(have) and is_shard(want) and have.dim == want.dim
-        for have, want in zip(current, row.inputs, strict=True)
-    )
-    for index, (have, want) in enumerate(zip(current, row.inputs, strict=True)):
-        if is_shard(want):
-            if is_shard(have):
-                if have.dim == want.dim:
-                    continue
-                total += call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
-            elif not anchored:
-                # Nothing is sharded like this: do not start sharding on our own.
-                return _FORBIDDEN, 0
-            elif is_partial(have):
-                total += _FORBIDDEN if policy == "strict" else call.inputs[index].shape.numel()
-        elif have == want:
+    for spec, same, (have, want) in zip(call.inputs, alike, pairs, strict=True):
+        if same:
             continue
-        elif is_replicate(want):
-            if is_partial(have):
-                total += _FORBIDDEN if policy == "strict" else 2 * call.inputs[index].shape.numel()
-            else:
-                total += 1.5 * call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
-        elif not is_replicate(have):  # to Partial, from Shard or another Partial
-            total += 2 * call.inputs[index].shape.numel() if policy == "auto" else _FORBIDDEN
-        if call.inplace and index == 0:
-            return _FORBIDDEN, 0  # the target of an in-place operator keeps its placements
-        if total == _FORBIDDEN:
+        if is_shard(want) and not anchored:
+            return _FORBIDDEN, 0  # nothing is sharded like this: do not start sharding on our own
+        each = _conversion_cost(have, want, policy)
+        if each == _FORBIDDEN:
             return _FORBIDDEN, 0
+        total += each * spec.shape.numel()
         conversions += 1
-    if call.inplace and row.outputs[0] != row.inputs[0]:
-        return _FORBIDDEN, 0
     if policy != "strict" and any(map(is_partial, row.outputs)):
         pending = max((s.shape.numel() for s, p in zip(call.inputs, current, strict=True) if is_partial(p)), default=0)
         if total:
             # Reduce all operands rather than some: what stays pending is paid for later, a reduced form is remembered.
-            total += 2 * max(largest_output, pending) + 1
+            total += _ALL_REDUCE * max(largest_output, pending) + 1
         elif pending and largest_output > pending:
-            total += 2 * largest_output  # a product that grows is cheaper to reduce before
+            total += _ALL_REDUCE * largest_output  # a product that grows is cheaper to reduce before
     return total, conversions
+
+
+# Elements that travel, per element of the tensor whose placement changes.
+_MOVE = 1  # all-to-all and reduce-scatter: each goes once to the rank that keeps it
+_ALL_REDUCE = 2  # a reduce-scatter and an all-gather
+_GATHER = 1.5  # moves as much as an all-to-all, but the work behind it is then done by all ranks: taken after that
+
+
+def _conversion_cost(have: Placement, want: Placement, policy: str) -> float:
+    """What one element costs on its way from one placement to another; infinite when the policy forbids it."""
+    if is_replicate(have):
+        return 0  # each rank keeps its part of what it has, or one keeps all
+    if is_partial(have) and not is_partial(want):
+        return _FORBIDDEN if policy == "strict" else _ALL_REDUCE if is_replicate(want) else _MOVE
+    if policy != "auto":
+        return _FORBIDDEN
+    if is_partial(want):
+        return _ALL_REDUCE  # from a shard nothing travels yet, but the sum is then due later
+    return _GATHER if is_replicate(want) else _MOVE
 
 
 def _no_strategy(call: Call, rows: Iterable[Row], axis: int) -> ValueError:
