@@ -78,3 +78,13 @@ def test_packs_use_no_private_name_of_core():
                 continue
             found += [f"{path.name}:{node.lineno} {name}" for name in names]
     assert found == []
+
+
+def test_every_redistribution_error_carries_its_operator_and_layouts():
+    bare = []
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "RedistributionError":
+                if not {"op_name", "layouts"} <= {keyword.arg for keyword in node.keywords}:
+                    bare.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert bare == []

@@ -178,11 +178,17 @@ def _with_sums(local: torch.Tensor, move: Move) -> tuple[torch.Tensor, Move]:
         if op != "avg":
             raise RedistributionError(
                 f"a gradient cannot pass a pending {op} (mesh axis {layout.mesh_dim_names[axis]!r}): "
-                "use the operator on a tensor that is not sharded along the reduced dimension, or detach() first"
+                "use the operator on a tensor that is not sharded along the reduced dimension, or detach() first",
+                op_name="redistribute",
+                layouts=[layout],
             )
         local = local / layout.mesh_shape[axis]
     if _other_reductions(move.dst[0]):
-        raise RedistributionError("a tensor that needs a gradient can only become Partial('sum'); detach() it first")
+        raise RedistributionError(
+            "a tensor that needs a gradient can only become Partial('sum'); detach() it first",
+            op_name="redistribute",
+            layouts=[layout, move.dst[0]],
+        )
     src = layout.with_placements(dict.fromkeys(pending, Partial())), varying
     return local, move_of(src, move.dst, move.shape, move.order)
 

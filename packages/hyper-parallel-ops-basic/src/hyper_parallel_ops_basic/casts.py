@@ -38,7 +38,9 @@ class Cast(FunctionOp):
                 if state.mode.policy == "strict":
                     raise RedistributionError(
                         f"{func.__name__}: a pending reduction ({spec.layout}) cannot be cast to {dtype}; "
-                        "call reduce_partial() first"
+                        "call reduce_partial() first",
+                        op_name=func.__name__,
+                        layouts=[spec.layout],
                     )
                 tensor = tensor.reduce_partial()
                 spec = tensor.spec

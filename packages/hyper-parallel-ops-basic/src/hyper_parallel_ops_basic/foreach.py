@@ -77,9 +77,12 @@ class FusedStep(FunctionOp):
 
     def local_lists(self, func: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """The local tensors of each list, laid out like the parameters, which are the first."""
-        if any(isinstance(t, DTensor) and t.layout.is_partial() for t in args[0]):
+        pending = [t.layout for t in args[0] if isinstance(t, DTensor) and t.layout.is_partial()]
+        if pending:
             raise RedistributionError(
-                f"{func.__name__}: a parameter cannot be a pending reduction; call reduce_partial() first"
+                f"{func.__name__}: a parameter cannot be a pending reduction; call reduce_partial() first",
+                op_name=func.__name__,
+                layouts=pending,
             )
         local_args = [_fitted(func, a, args[0]) for a in args]
         if any(a is None for a in local_args):
@@ -136,7 +139,9 @@ def _moved(func: Callable[..., Any], value: DTensor, layout: Layout) -> DTensor:
             return remembered(value, layout)
     raise RedistributionError(
         f"{func.__name__}: a tensor of shape {tuple(value.shape)} is laid out as {old}, its partner in the first "
-        f"list as {layout}\n  fix: redistribute one of them, or use redistribute_policy('auto')"
+        f"list as {layout}\n  fix: redistribute one of them, or use redistribute_policy('auto')",
+        op_name=func.__name__,
+        layouts=[old, layout],
     )
 
 

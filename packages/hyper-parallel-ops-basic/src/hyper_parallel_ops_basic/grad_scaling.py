@@ -34,7 +34,9 @@ class UnscaleGradients(FunctionOp):
                 layout = grad.layout
                 if layout.is_partial():
                     raise RedistributionError(
-                        f"GradScaler: a gradient is a pending reduction ({layout}); reduce it first"
+                        f"GradScaler: a gradient is a pending reduction ({layout}); reduce it first",
+                        op_name=func.__name__,
+                        layouts=[layout],
                     )
                 axes.setdefault(layout.info, set()).update(a for a, p in enumerate(layout.placements) if is_shard(p))
         found, scale = (t.to_local() if isinstance(t, DTensor) else t for t in (found, scale))

@@ -170,6 +170,8 @@ def _reduced(func: Callable[..., Any], tensor: DTensor) -> DTensor:
         return tensor
     if state.mode.policy == "strict":
         raise RedistributionError(
-            f"{func.__name__}: the tensor is pending ({tensor.layout}); call reduce_partial() first"
+            f"{func.__name__}: the tensor is pending ({tensor.layout}); call reduce_partial() first",
+            op_name=func.__name__,
+            layouts=[tensor.layout],
         )
     return tensor.reduce_partial()
