@@ -178,10 +178,10 @@ def test_a_pattern_that_means_nothing_lists_near_misses():
 
 
 @pytest.mark.ranks(4)
-def test_a_plain_batch_on_a_mesh_with_a_data_axis_is_refused():
+def test_a_plain_batch_on_a_mesh_with_another_axis_than_tp_is_refused():
     model, _ = model_and_twin()
     shard_module(model, mesh2x2(), ShardingPlan(plan={"mlp.up.*": COLWISE}))
-    with pytest.raises(ValueError, match="data axes"):
+    with pytest.raises(ValueError, match=r"other axes than 'tp': \('dp',\)"):
         model(torch.randn(4, 6, dtype=torch.float64))
 
 

@@ -33,7 +33,14 @@ class AxisGroup:
 
 
 class MeshInfo:
-    """One mesh as seen by this rank."""
+    """One mesh as seen by this rank.
+
+    Attributes:
+        mesh: the first of the equal meshes that was seen. Another one may have been sliced from another root, so ask
+            the mesh at hand for its root, not this one.
+        layouts: the interned layouts of this mesh; they live as long as it.
+        world: the default process group when this was made.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -123,6 +130,7 @@ class MeshInfo:
         return "x".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
 
 
+# Kept for the whole process, as torch keeps the process groups of a mesh: a program has a handful of them.
 _INFOS: dict[DeviceMesh, MeshInfo] = {}
 
 

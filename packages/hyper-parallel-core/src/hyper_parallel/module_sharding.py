@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.boundary import Boundary, map_dtensors, replicate_plain_inside
+from hyper_parallel.boundary import Boundary, map_dtensors
 from hyper_parallel.distribute import as_parameter, distribute_tensor, replicate_rest
 from hyper_parallel.dtensor import DTensor
+from hyper_parallel.forwards import replicate_plain_inside
 from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
 from hyper_parallel.placements import Placement
@@ -104,9 +105,10 @@ def shard_module(
         if name == "" or next(module.children(), None) is not None:
             replicate_plain_inside(module)
     info = mesh_info(mesh)
-    data_axes = [n for n, s in zip(info.names, info.shape, strict=True) if s > 1 and n != "tp"]
-    if data_axes:
-        model.register_forward_pre_hook(_check_entry(data_axes, inputs.get("")), with_kwargs=True, prepend=True)
+    # Ranks along an axis called "tp" work on the same batch by convention; what others hold no name tells.
+    others = tuple(n for n, s in zip(info.names, info.shape, strict=True) if s > 1 and n != "tp")
+    if others:
+        model.register_forward_pre_hook(_check_entry(others, inputs.get("")), with_kwargs=True, prepend=True)
     return model
 
 
@@ -274,8 +276,9 @@ def _is_placements(value: Any) -> bool:
     return bool(value) and all(isinstance(p, Placement) for p in value)
 
 
-def _check_entry(data_axes: Sequence[str], declared: Any) -> Callable[..., Any]:
-    """A plain batch on a mesh with a data axis is no Replicate: every data rank has another one."""
+def _check_entry(axes: tuple[str, ...], declared: Any) -> Callable[..., Any]:
+    """Refuse plain inputs without a declared layout: along ``axes`` each rank may have another part of the batch, which
+    must not count as Replicate."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         covered = set(declared) if isinstance(declared, Mapping) else set()
@@ -286,8 +289,8 @@ def _check_entry(data_axes: Sequence[str], declared: Any) -> Callable[..., Any]:
         loose += [k for k, v in kwargs.items() if _is_plain(v) and k not in covered]
         if loose:
             raise ValueError(
-                f"{type(module).__name__}: plain tensor inputs ({', '.join(loose)}) on a mesh with data axes "
-                f"{tuple(data_axes)}. Is it this rank's part of the batch, or the same on all ranks? Pass a DTensor "
+                f"{type(module).__name__}: plain tensor inputs ({', '.join(loose)}) on a mesh with other axes than "
+                f"'tp': {axes}. Is it this rank's part of the batch, or the same on all ranks? Pass a DTensor "
                 "(DTensor.from_local(x, mesh, placements), distribute_tensor) or name its layout in the plan's inputs"
             )
 

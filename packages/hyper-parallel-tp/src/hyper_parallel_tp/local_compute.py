@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout, Partial, Placement, Replicate
-from hyper_parallel.boundary import Boundary, forward_function, map_dtensors, set_forward, taken_as
+from hyper_parallel.boundary import Boundary, map_dtensors, taken_as
 from hyper_parallel.conversion import remembered
+from hyper_parallel.forwards import forward_function, set_forward
 from hyper_parallel.mesh import MeshInfo, mesh_info
 from hyper_parallel.placements import is_partial, is_replicate, is_shard
 from hyper_parallel.plan import fit_rank

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
-from hyper_parallel.boundary import replicate_plain_inside
+from hyper_parallel.forwards import replicate_plain_inside
 from hyper_parallel.mesh import mesh_info
 from hyper_parallel.module_sharding import matching
 from hyper_parallel.replaced_parameters import replaces_parameters

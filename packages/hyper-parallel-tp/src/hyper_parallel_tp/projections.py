@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
-from hyper_parallel.boundary import Boundary, set_forward
+from hyper_parallel.boundary import Boundary
 from hyper_parallel.dtensor import wrap
+from hyper_parallel.forwards import set_forward
 from hyper_parallel.layout import as_layout
 from hyper_parallel.placements import is_partial
 from hyper_parallel.redistribute import Move, move_of, moved

@@ -1,0 +1,65 @@
+"""Put another forward in the place of a module's, so that copies of the module and users' hooks keep working."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.context import implicit_replication, state
+
+NOT_COMPILED = (
+    "torch.compile cannot trace DTensors of hyper_parallel: a module whose parameters are spread runs as it is. "
+    "Compile the functions of plain tensors inside it, or leave out fullgraph=True"
+)
+
+
+def replicate_plain_inside(module: nn.Module) -> None:
+    """Make plain tensors that meet DTensors inside the module's forward (buffers, masks, position ids) count as
+    Replicate."""
+    if getattr(module.forward, "_replicates_plain", False):
+        return
+    function = forward_function(module)
+
+    def replicating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if state.mode.replicate_plain:
+            return function(self, *args, **kwargs)
+        with implicit_replication():
+            return function(self, *args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=NOT_COMPILED)
+            return torch.compiler.disable(replicating, reason=NOT_COMPILED)(self, *args, **kwargs)
+        return replicating(self, *args, **kwargs)
+
+    functools.update_wrapper(forward, function)
+    forward._replicates_plain = True  # type: ignore[attr-defined]
+    set_forward(module, forward)
+
+
+def forward_function(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward as a function of the module and its inputs."""
+    inner = module.forward
+    if isinstance(inner, types.MethodType) and inner.__self__ is module:
+        return inner.__func__
+
+    @functools.wraps(inner)
+    def function(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    signature, module_first = inspect.signature(inner), inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+    changed = signature.replace(parameters=[module_first, *signature.parameters.values()])
+    function.__signature__ = changed  # type: ignore[attr-defined]
+    return function
+
+
+def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let ``function(module, *inputs)`` be the module's forward: as a bound method and not as a closure over the
+    module, so that ``copy.deepcopy`` binds it to the copy."""
+    module.forward = types.MethodType(function, module)
