@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from hyper_parallel import CommTrace, Partial, Replicate, Shard
+from hyper_parallel import CommTrace, Partial, Replicate, Shard, implicit_replication
 from hyper_parallel.testing.checking import mesh_of
 from hyper_parallel.testing.placing import make
 
@@ -189,3 +189,20 @@ def test_a_pending_norm_is_carried_out_where_it_is_written():
         for _ in range(2):
             out = torch.norm(x, dim=-1, keepdim=True).square_().div_(3)
             torch.testing.assert_close(out.full_tensor(), value.norm(dim=-1, keepdim=True).square() / 3)
+
+
+@pytest.mark.ranks(2)
+@both_kinds
+def test_what_met_in_the_forward_meets_again(reentrant):
+    """A model's forward lets plain tensors count as Replicate; the backward computes a part of it outside of that."""
+    value, scale = values()[0], torch.arange(1.0, 5.0, dtype=torch.float64)
+    x = make(value, mesh_of((2,)), [Shard(0)], requires_grad=True)
+    with implicit_replication():
+        y = checkpoint(lambda t: torch.sin(t * scale), x * 1, use_reentrant=reentrant)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), (value * scale).cos() * scale)
+    with pytest.raises(RuntimeError, match="a plain tensor of shape"):
+        x * scale
+    x.register_hook(lambda gradient: gradient * scale)  # is no repetition
+    with pytest.raises(RuntimeError, match="a plain tensor of shape"):
+        (x * 1).sum().backward()

@@ -24,15 +24,18 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "fully_sharded.py"
 
 
 @pytest.mark.ranks(4, timeout=200)
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [None, 1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_three_steps_equal_those_of_one_device(tp, checkpointing):
     plain = runpy.run_path(str(EXAMPLE))["make_model"]()
     model = copy.deepcopy(plain)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"])
+    if tp is None:  # fully_shard alone
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    else:
+        mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"])
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -40,7 +43,7 @@ def test_three_steps_equal_those_of_one_device(tp, checkpointing):
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         ids = torch.randint(0, 50, (8, 16), generator=generator)
-        batch = distribute_tensor(ids, mesh, [Shard(0), Replicate()], src_data_rank=None)
+        batch = distribute_tensor(ids, mesh, [Shard(0), Replicate()][: mesh.ndim], src_data_rank=None)
         loss, expected = model(input_ids=batch, labels=batch).loss, plain(input_ids=ids, labels=ids).loss
         loss.backward()
         expected.backward()

@@ -237,6 +237,13 @@ VARIANTS = {f"{name}, uneven batch": variant(name, batch=3, policy="auto", use_c
     "qwen3_vl_moe, images": variant(
         "qwen3_vl_moe", sizes=SPECIAL_TOKENS, plan=ATTENTION | MOE | VISION_MLP, images=True, policy="auto"
     ),
+    "qwen3_vl, images": Step(
+        "qwen3_vl",
+        {"text_config": SIZES, "vision_config": VISION, **SPECIAL_TOKENS},
+        ATTENTION | MLP | VISION_MLP,
+        images=True,
+        policy="auto",
+    ),
     "deepseek_v3, batched experts": variant("deepseek_v3", experts="batched_mm"),
 }
 
@@ -253,17 +260,18 @@ def test_a_training_step_equals_that_of_one_device(name):
 
 
 @pytest.mark.ranks(4, timeout=240)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, "qwen3_vl, images", "qwen3_vl_moe, images"])
 def test_a_fully_sharded_model_with_its_own_plan_takes_a_batch_over_data_ranks(name):
     """``parallelize_module`` with the plan of ``transformers``, then ``fully_shard``."""
-    model = STEPS[name].build()
+    step = (STEPS | VARIANTS)[name]
+    model = step.build()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     parallelize_module(model, mesh["tp"])
     for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh["fsdp"])
     fully_shard(model, mesh=mesh["fsdp"])
-    check_step(STEPS[name], model, twin, mesh)
+    check_step(step, model, twin, mesh)
 
 
 def check_step(step: Step, model: torch.nn.Module, twin: torch.nn.Module, mesh: DeviceMesh) -> None:

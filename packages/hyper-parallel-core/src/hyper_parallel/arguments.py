@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyper_parallel.call import Call, Ref
-from hyper_parallel.context import state
+from hyper_parallel.context import in_backward, state
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp
@@ -93,8 +93,14 @@ def first_dtensor(args: Any, kwargs: dict[str, Any]) -> DTensor:
 
 
 def counts_as_replica(tensor: torch.Tensor, grad: bool) -> bool:
-    """Whether a plain tensor may meet DTensors: a number (0-dim, no gradient), or any inside implicit_replication."""
-    return state.mode.replicate_plain or (tensor.ndim == 0 and not (grad and tensor.requires_grad))
+    """Whether a plain tensor may meet DTensors: a number (0-dim, no gradient), or any inside implicit_replication.
+
+    A backward that tracks gradients computes a forward again (activation checkpointing), by itself and not inside the
+    contexts in which its module did. What met there may meet again.
+    """
+    if state.mode.replicate_plain or (tensor.ndim == 0 and not (grad and tensor.requires_grad)):
+        return True
+    return grad and in_backward()
 
 
 def replica_spec(tensor: torch.Tensor, layout: Layout) -> Spec:

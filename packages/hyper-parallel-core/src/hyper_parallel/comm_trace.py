@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hyper_parallel.context import in_backward
+
 if TYPE_CHECKING:
     from hyper_parallel.mesh import AxisGroup
 
@@ -162,7 +164,7 @@ def described(change: str, where: str | None = None, phase: str = "forward") -> 
 def record(op: str, tensor: torch.Tensor, group: AxisGroup) -> None:
     """Note one collective; called by :mod:`hyper_parallel.comm` only while tracing."""
     change, where, phase = getattr(_running, "context", None) or ("", user_line(), "forward")
-    if torch._C._current_graph_task_id() >= 0:  # the autograd engine runs: an operator's own backward
+    if in_backward():  # an operator's own
         phase = "backward"
     event = CommEvent(op, tensor.numel() * tensor.element_size(), group.axes, group.size, change, where, phase)
     for trace in _active:

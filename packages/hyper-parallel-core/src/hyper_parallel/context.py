@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+import torch
+
 __all__ = ["SkipDTensorDispatch", "implicit_replication", "redistribute_policy"]
 
 Policy = Literal["partial", "auto", "strict"]
@@ -87,3 +89,8 @@ def implicit_replication() -> AbstractContextManager[None]:
 def SkipDTensorDispatch() -> AbstractContextManager[None]:
     """Inside, DTensors act as their local tensors: operators run on the local pieces and return plain tensors."""
     return _Switched(skip=True)
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs this: an operator's backward, a hook, or a forward that is computed again."""
+    return torch._C._current_graph_task_id() >= 0

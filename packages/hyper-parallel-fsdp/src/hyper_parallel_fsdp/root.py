@@ -21,11 +21,6 @@ IN_FLIGHT = 2
 """Reductions in flight at once: one may be reduce-scattered while the one before is all-reduced."""
 
 
-def in_backward() -> bool:
-    """Whether the autograd engine runs (activation checkpointing computes forwards again then)."""
-    return bool(torch._C._current_graph_task_id() >= 0)
-
-
 class Root:
     """Shared by a wrapped module and the wrapped modules in it.
 

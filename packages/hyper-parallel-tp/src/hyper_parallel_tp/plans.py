@@ -63,12 +63,13 @@ def qwen3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) 
 def qwen3_vl_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
     """The plan of ``transformers.Qwen3VLForConditionalGeneration``: that of :func:`qwen3_plan` for its language model.
 
-    What looks at the pictures stays whole on every rank; its gradients are right, with a sequence that is split too.
+    What looks at the pictures is held whole by every rank.
     """
     plan = qwen3_plan(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     inside = {name: style for name, style in plan.items() if name.startswith("model.")}
     outside = {name: style for name, style in plan.items() if name not in inside}
-    return {**{f"model.language_{name}": style for name, style in inside.items()}, **outside}
+    seeing = {"model.visual": NoParallel(use_local_output=False)}
+    return {**{f"model.language_{name}": style for name, style in inside.items()}, **seeing, **outside}
 
 
 _OF_CLASS = {

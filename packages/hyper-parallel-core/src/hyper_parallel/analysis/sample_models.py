@@ -142,11 +142,13 @@ def _from_function(function: Callable[..., Any], name: str) -> SampleModel:
 def _config(name: str) -> Any:
     try:
         transformers: Any = importlib.import_module("transformers")
-    except ImportError:
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        why = "is not installed" if absent else f"cannot be imported ({error})"
         raise ModelNotUsable(
-            f"{name!r} is looked up by transformers, which is not installed:\n"
-            f"  {sys.executable} -m pip install transformers, or give package:function"
-        ) from None
+            f"{name!r} is looked up by transformers, which {why}:\n"
+            f"  {sys.executable} -m pip install {'' if absent else '-U '}transformers, or give package:function"
+        ) from (None if absent else error)
     if Path(name).exists():
         return _from_pretrained(transformers, name, "it has no usable config.json")
     if name in transformers.CONFIG_MAPPING:
