@@ -61,6 +61,7 @@ def test_plugins_as_json(site):
         "api": 1,
         "status": "ok",
         "reason": None,
+        "remedy": None,
         "traceback": None,
         "ops": 2,
         "overrides": 1,
