@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,10 +12,8 @@ from hyper_parallel.families.elementwise import Elementwise
 from hyper_parallel.op import FunctionOp
 from hyper_parallel.strategy import LayoutOp, P, R, S
 from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, RanksFailed, check_op, sample, tensor
-from hyper_parallel.testing.checking import check_cases
 from hyper_parallel.testing.function_operators import Rows, distributed
 
-SRC = Path(__file__).parents[1] / "src"
 ONE = ((2,),)
 
 
@@ -60,13 +52,6 @@ def keyed_by_object(x, key):
     return x * 2
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def raises_on_shards(x):
-    if x.shape[0] == 1:
-        raise RuntimeError("cannot take a single row")
-    return x * 2
-
-
 @distributed(Elementwise)
 def not_in_place_(x):
     return x.exp()
@@ -95,11 +80,6 @@ def refusing(x):
 
 
 @distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def transposed_in_place(x):
-    return x.t().contiguous()
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
 def changes_its_input(x):
     with torch.no_grad():
         x.mul_(2)
@@ -108,30 +88,6 @@ def changes_its_input(x):
 
 def in_a_copy(x):
     return x.detach() * 2
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0), S(0)], S(0))])
-def has_one_input(x):
-    return x * 2
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], (S(0), S(0)))])
-def has_one_result(x):
-    return x * 2
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def ends_the_process(x):
-    if torch.distributed.is_initialized() and len(x) == 3:
-        os._exit(3)
-    return x * 2
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def never_returns(x):
-    if torch.distributed.is_initialized() and len(x) == 3:
-        time.sleep(100)
-    return x * 2
 
 
 @pytest.mark.parametrize(
@@ -175,69 +131,10 @@ def test_growing_cache_is_found(ranks):
         check_op(ranks, with_new_key, tensor(4), meshes=ONE)
 
 
-def plain_mean(x):
-    return x.to(torch.float32).mean(0)
-
-
-def test_reference_decides(ranks):
-    with pytest.raises(ConformanceError, match=r"global shape is .*\n.*dtype is torch.float64, expected torch.float32"):
-        check_op(ranks, right_exp, tensor(2, 3), meshes=ONE, declared=OpUnderTest(right_exp, reference=plain_mean))
-
-
 def test_changed_input_is_found(ranks):
     declared = OpUnderTest(changes_its_input, reference=in_a_copy)
     with pytest.raises(ConformanceError, match="input 0 after the call, this rank's piece: 2 of 2 values differ"):
         check_op(ranks, changes_its_input, tensor(4, grad=False), meshes=ONE, declared=declared)
-
-
-def is_sharded(layouts):
-    return any(isinstance(p, Shard) for p in layouts[0].placements)
-
-
-def test_forms_are_tested_below_a_base_class_that_had_none():
-    base = type("Base", (OpConformance,), {"op": torch.exp, "samples": (sample(tensor(4)),)})
-    child = type("Child", (base,), {"inplace": "exp_", "out": True})
-    assert base.test_inplace is base.test_out is None
-    assert child.test_inplace is OpConformance.test_inplace
-    assert child.test_out is OpConformance.test_out
-
-
-def test_declarations_are_checked(ranks):
-    with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
-        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, max_collectives={}))
-    with pytest.raises(ConformanceError, match="declared unsupported, yet the operator took them"):
-        check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp, unsupported=is_sharded))
-    check_op(ranks, right_exp, tensor(4), meshes=ONE, declared=OpUnderTest(right_exp))
-
-
-@pytest.mark.parametrize(
-    ("function", "given", "message"),
-    [
-        (raises_on_shards, tensor(3), r"rank 1: RuntimeError: cannot take a single row\n"),
-        (transposed_in_place, tensor(4, 3), r"rank 0: output 0 \(S\(0\)\): shape of the local tensor is \(3, 2\)"),
-        (ends_the_process, tensor(5), "rank 0: the process ended with exit code 3"),
-        (never_returns, tensor(5), r"rank.* did not return within 8 s.*in never_returns"),
-    ],
-    ids=["raises", "wrong piece", "dies", "hangs"],
-)
-def test_case_that_does_not_end_comes_first_in_the_report(ranks, function, given, message):
-    """The case, what was wrong, the traceback or the stacks, and a program: also where a rank died or hangs."""
-    case = r"  mesh 2, policy strict, input 0: S\(0\).*\[a listed strategy\]\n *"
-
-    def impatient(n, fn, *args):
-        return ranks(n, fn, *args, timeout=8 if (fn, function) == (check_cases, never_returns) else 120)
-
-    with pytest.raises(RanksFailed, match=f"(?s)^{case}{message}.*print\\(dist.get_rank\\(\\), x0.grad\\)$"):
-        check_op(impatient, function, given, meshes=ONE)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [(has_one_input, "but the call has 1 tensor inputs"), (has_one_result, "but the call has 1 results")],
-)
-def test_strategy_of_another_length_is_found(ranks, function, message):
-    with pytest.raises(RanksFailed, match=rf"the rule of {function.__name__} lists Strategy.*, {message}"):
-        check_op(ranks, function, tensor(4), meshes=ONE)
 
 
 def test_form_that_does_not_write_is_found(ranks):
@@ -359,17 +256,6 @@ def lies_transposed(x):
     return x * 2
 
 
-def reduces_in_secret(x):
-    group = torch.distributed.group.WORLD
-    all_reduce(torch.zeros(()), group)
-    return x * 2
-
-
-@distributed(Locally, local=reduces_in_secret)
-def talks(x):
-    return x * 2
-
-
 @distributed(Locally, local=lambda x: x * 2 if x.shape[0] != 3 else x * 3)
 def wrong_on_three_rows(x):
     return x * 2
@@ -429,85 +315,17 @@ def no_collectives(layouts):
     return {}
 
 
+def reduces_in_secret(x):
+    group = torch.distributed.group.WORLD
+    all_reduce(torch.zeros(()), group)
+    return x * 2
+
+
+@distributed(Locally, local=reduces_in_secret)
+def talks(x):
+    return x * 2
+
+
 def test_undeclared_collective_is_found(ranks):
     with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
         check_op(ranks, talks, tensor(4), meshes=ONE, declared=OpUnderTest(talks, max_collectives=no_collectives))
-
-
-def test_failure_names_the_smallest_layout(ranks):
-    """Wrong wherever dim 1 is sharded: the rest of the layout is shrunk away."""
-    with pytest.raises(ConformanceError) as caught:
-        check_op(ranks, cumsum_rows, tensor(4, 6), meshes=((2, 2),))
-    report = str(caught.value)
-    assert "mesh, [Replicate(), Shard(1)])" in report, report
-    assert "requires_grad" not in report[report.index("# torchrun") :]
-
-
-@distributed(Locally)
-def cumsum_rows(x):
-    return x.cumsum(1)
-
-
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
-def scaled(x):
-    return x / x.shape[0]
-
-
-class Scaled(OpConformance):
-    op = scaled
-    samples = (sample(tensor(2, low=1, high=1.0001)),)
-
-
-def test_reproduction_runs_as_printed(ranks, tmp_path):
-    """Saved beside the test and started as its first line says, it shows the wrong value."""
-    with pytest.raises(pytest.fail.Exception) as caught:
-        Scaled().test_layouts(ranks, (0, (2,), True))
-    report = str(caught.value)
-    program = [line.removeprefix("    ") for line in report[report.index("# torchrun") :].split("\n\n")[0].splitlines()]
-    (tmp_path / "reproduce.py").write_text("\n".join(program))
-    command = program[0].removeprefix("# torchrun ").split()
-    path = os.pathsep.join([str(SRC), str(Path(__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    # One device gives 0.5, and half of that gradient.
-    assert "local=tensor([1.00" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count("DTensor(shape=(2,)") == 4, done.stdout
-
-
-class Collected:
-    """What pytest gives to ``pytest_generate_tests``."""
-
-    fixturenames = ("conformance_case",)
-
-    def parametrize(self, name, given):
-        self.given = given
-
-
-def test_declared_gap_is_a_strict_xfail():
-    """So that one that works is a failure."""
-    attributes = {"op": right_exp, "samples": (sample(tensor(4)),), "meshes": ((2,), (4,)), "gaps": {"4-2": "not yet"}}
-    collected = Collected()
-    type("Declared", (OpConformance,), attributes)().pytest_generate_tests(collected)
-    assert [[(m.name, m.kwargs) for m in given.marks] for given in collected.given] == [
-        [("xfail", {"reason": "not yet", "strict": True})],
-        [],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        ({}, "has no op"),
-        ({"op": right_exp}, r"samples must list calls, .* got \(\)"),
-        ({"op": right_exp, "samples": sample(tensor(4))}, "samples must list calls"),
-        ({"op": right_exp, "samples": (sample(tensor(4)),), "gaps": {"5-*": ""}}, r"'5-\*' is none of 4-2, 4-4, 4-2x2"),
-    ],
-    ids=["no op", "no samples", "no comma", "stray gap"],
-)
-def test_declaration_that_tests_nothing_is_an_error(attributes, message):
-    with pytest.raises(pytest.fail.Exception, match=message):
-        type("Declared", (OpConformance,), attributes)().pytest_generate_tests(Collected())
