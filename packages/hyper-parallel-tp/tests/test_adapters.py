@@ -8,7 +8,16 @@ import pytest
 import torch
 from tp_models import language_model
 
-from hyper_parallel import DTensor, Replicate, Shard, implicit_replication, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    implicit_replication,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel_tp.plans import llama3_plan
 
 pytest.importorskip("transformers")
@@ -80,3 +89,24 @@ def test_adapters_after_parallelising(both, dora):
     with implicit_replication():
         adapted = with_adapters(model, layers, use_dora=dora)
     check(adapted, twin, sum(p.requires_grad for p in twin.parameters()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layer", ["lm_head", "q_proj", "o_proj"])
+def test_late_adapters_where_they_cannot_work_are_named(layer):
+    """A head that gathers a piece of the sequence; projections that hand out plain pieces."""
+    model = language_model("Llama")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    pieces = {
+        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    }
+    head = llama3_plan(sequence_parallel=True, loss_parallel=True)
+    parallelize_module(model, mesh, head if layer == "lm_head" else pieces)
+    with implicit_replication():
+        adapted = with_adapters(model, [layer])
+    ids = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(3))
+    with pytest.raises(ValueError, match=rf"{layer}: its adapters were added after .* Add them first: model ="):
+        adapted(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="exactly one of input_ids"):  # what has another cause stays as it is
+        adapted()

@@ -57,8 +57,16 @@ def test_degrees():
     assert dims.seq_len_divisor == 16
     assert dims.non_data_parallel_size == 16
     assert ParallelDims(tp=4, world_size=4).seq_len_divisor == 4
-    with pytest.raises(ValueError, match="do not multiply to the 8 ranks"):
-        ParallelDims(tp=3, world_size=8)
+    for given, said in {
+        (
+            ("tp", 3),
+        ): r"\(tp=3\) needs a multiple of 3 ranks, and there are 8: .*per-node=3\), or .* product divides 8$",
+        (("tp", 16),): r"\(tp=16\) needs a multiple of 16 ranks, and there are 8: .*per-node=16\)",
+        (("dp_shard", 2), ("tp", 3)): r"\(dp_shard=2, tp=3\) needs 6 ranks, and there are 8: .* product divides 8$",
+        (("dp_shard", 2), ("tp", 2)): r"\(dp_shard=2, tp=2\) needs 4 ranks, and there are 8: .*, or give dp_shard=4$",
+    }.items():
+        with pytest.raises(ValueError, match=rf"ParallelDims{said}"):
+            ParallelDims(**dict(given), world_size=8)
     with pytest.raises(ValueError, match="degrees are at least 1"):
         ParallelDims(tp=0, world_size=8)
     with pytest.raises(ValueError, match="ep=3 does not divide"):

@@ -111,8 +111,18 @@ def test_what_is_refused():
         parallelize_module(model, tp_mesh(), {"layers.0.mpl.up": ColwiseParallel()})
     with pytest.raises(ValueError, match="'atention' means no module"):
         parallelize_module(model, tp_mesh(), {"head": ColwiseParallel(), "layers.*": {"atention": ColwiseParallel()}})
-    with pytest.raises(TypeError, match=r"for 'layers\.\*' takes a ParallelStyle.*got str"):
-        parallelize_module(model, tp_mesh(), {"layers.*": "colwise"})
+    for word, said in {
+        "colwise": r"; the style for that is ColwiseParallel\(\)",
+        "rowwise": r"; the style for that is RowwiseParallel\(\)",
+        "colwise_rep": r"; the style for that is ColwiseParallel\(output_layouts=Replicate\(\)\)",
+        "replicate": r"; the style for that is NoParallel\(\)",
+        "sequence_parallel": r"; the style for that is SequenceParallel\(\)",
+        "column": r"; a style is an object, such as ColwiseParallel\(\)",
+    }.items():
+        with pytest.raises(TypeError, match=rf"for 'layers\.\*' takes a ParallelStyle.*got the word '{word}'{said}$"):
+            parallelize_module(model, tp_mesh(), {"layers.*": word})
+    with pytest.raises(TypeError, match="got the word 'auto'; the model's own plan is used where none is given"):
+        parallelize_module(model, tp_mesh(), "auto")
     for given, said in {
         ColwiseParallel: r"the class ColwiseParallel; make a style of it: ColwiseParallel\(\)",
         torchs.ColwiseParallel(): "PyTorch's ColwiseParallel; import that of this library",

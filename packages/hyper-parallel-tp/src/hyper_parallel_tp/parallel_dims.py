@@ -56,12 +56,30 @@ class ParallelDims:
         if wrong or (self.dp_shard < 1 and self.dp_shard != -1):
             raise ValueError(f"degrees are at least 1, dp_shard also -1 for what is left; got {self!r}")
         others = self.pp * self.dp_replicate * self.cp * self.tp
-        if self.dp_shard == -1:
+        if self.dp_shard == -1 and self.world_size % others == 0:
             self.dp_shard = self.world_size // others
         if others * self.dp_shard != self.world_size:
-            raise ValueError(f"the degrees do not multiply to the {self.world_size} ranks: {self!r}")
+            raise self._no_fit(others, self.world_size)
         if (self.dp_shard * self.cp * self.tp) % self.ep:
             raise ValueError(f"ep={self.ep} does not divide dp_shard * cp * tp, the ranks it is taken from: {self!r}")
+
+    def _no_fit(self, others: int, world: int) -> ValueError:
+        """The degrees do not give the ranks there are.
+
+        Args:
+            others: the product of those other than dp_shard.
+            world: number of ranks.
+        """
+        names = [name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(self, name) not in (1, -1)]
+        given = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        ranks, left = others * abs(self.dp_shard), world // others
+        need = f"a multiple of {ranks} ranks" if self.dp_shard == -1 else f"{ranks} ranks"
+        fits = others * left == world
+        return ValueError(
+            f"ParallelDims({given}) needs {need}, and there are {world}: start as many (torchrun "
+            f"--nproc-per-node={ranks}), or give "
+            + (f"dp_shard={left}" if fits else f"degrees whose product divides {world}")
+        )
 
     def sizes(self) -> dict[str, int]:
         """Number of ranks along every axis that :meth:`get_mesh` knows."""

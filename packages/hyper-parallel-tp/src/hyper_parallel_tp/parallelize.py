@@ -18,7 +18,9 @@ from hyper_parallel.mesh import mesh_info
 from hyper_parallel.module_sharding import matching
 from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel_tp.known_plans import known_plan
+from hyper_parallel_tp.late_adapters import explain_late_adapters
 from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.transformers_plan import style_of
 
 __all__ = ["parallelize_module"]
 
@@ -83,6 +85,7 @@ def _apply_styles(
             style = copy.copy(style)
             style.src_data_rank = src_data_rank
             style.apply(target, mesh)
+    explain_late_adapters(module)
     for part in module.modules():
         # Modules with children, not only the root: activation checkpointing calls them again by themselves.
         if part is module or next(part.children(), None) is not None:
@@ -158,9 +161,23 @@ def _no_plan(given: Any, name: str) -> TypeError:
         got, hint = f"the class {given.__name__}", f"; make a style of it: {given.__name__}()"
     elif isinstance(given, TorchStyle):
         got, hint = f"PyTorch's {got}", f"; import that of this library: from hyper_parallel import {got}"
+    elif isinstance(given, str):
+        got, hint = f"the word {given!r}", _instead_of(given)
     return TypeError(
         f"parallelize_module{where} takes a ParallelStyle or a mapping from module names to styles, got {got}{hint}"
     )
+
+
+def _instead_of(word: str) -> str:
+    """What to write in the place of a word: those of ``transformers`` are known."""
+    if word == "auto":
+        return "; the model's own plan is used where none is given"
+    style = style_of(word)
+    if style is None:
+        return "; a style is an object, such as ColwiseParallel()"
+    default = vars(type(style)())
+    changed = [f"{k}={v!r}" for k, v in vars(style).items() if v != default[k] and k != "use_local_output"]
+    return f"; the style for that is {type(style).__name__}({', '.join(changed)})"
 
 
 @contextmanager

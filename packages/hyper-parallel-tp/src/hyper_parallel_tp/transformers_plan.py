@@ -92,6 +92,12 @@ def transformers_plan(model: nn.Module) -> dict[str, ParallelStyle] | None:
     return {**plan, "": NoParallel()}
 
 
+def style_of(word: str) -> ParallelStyle | None:
+    """The style that a word of such a plan means for a module by itself, if there is a public one."""
+    style = NoParallel() if word in WHOLE else MODULE_STYLES.get(word, lambda: None)()
+    return None if type(style).__name__.startswith("_") else style
+
+
 def _expanded(rules: Mapping[str, str], names: list[str]) -> dict[str, str]:
     """The rule of each module or parameter; rules without a part are passed over, as ``transformers`` does: models of
     one family share a plan."""
