@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from tp_models import Attention, Block, Mlp, check_gradients, twins
+from tp_models import Attention, Block, Mlp, check_gradients, mesh, twins
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -18,15 +18,10 @@ from hyper_parallel import (
     SequenceParallel,
     Shard,
     distribute_tensor,
-    init_device_mesh,
     parallelize_module,
 )
 
 R, S1 = Replicate(), Shard(1)
-
-
-def mesh():
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
 
 def block_plan(local):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from tp_models import Block, Decoder, check_gradients, language_model, twins
+from tp_models import Block, Decoder, check_gradients, language_model, mesh, twins
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -25,10 +25,6 @@ from hyper_parallel import (
 from hyper_parallel_tp.plans import llama3_plan
 
 R, S1 = Replicate(), Shard(1)
-
-
-def mesh(size=2):
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
 def sequence_plan():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tp_models import Mlp, check_gradients, language_model, whole
+from tp_models import Mlp, check_gradients, language_model, mesh, whole
 
-from hyper_parallel import ColwiseParallel, NoParallel, PackedShard, Shard, init_device_mesh, parallelize_module
+from hyper_parallel import ColwiseParallel, NoParallel, PackedShard, Shard, parallelize_module
 from hyper_parallel_tp.attention import AttentionParallel
 from hyper_parallel_tp.local_compute import LocalCompute
 from hyper_parallel_tp.plans import qwen3_vl_plan
@@ -51,10 +51,6 @@ FAMILIES = {
 
 def build(family, device="cpu"):
     return language_model(family, device, **FAMILIES.get(family, {}))
-
-
-def mesh(size=2):
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
 def check_step(model, twin):

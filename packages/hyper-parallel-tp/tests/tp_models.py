@@ -1,10 +1,21 @@
-"""Modules of a decoder, small and in plain PyTorch, for the tests of this package."""
+"""Modules of a decoder, small and in plain PyTorch, with their inputs and mesh, for the tests of this package."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from hyper_parallel import init_device_mesh
+
+
+def mesh(size=2):
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+def hidden(*shape, seed=5):
+    shape = shape or (2, 4, 8)
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 class Mlp(nn.Module):
