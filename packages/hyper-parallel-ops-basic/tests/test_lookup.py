@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel_ops_basic.lookup import _notes
 
 R = Replicate()
 ROWS, CLASSES = 8, 13  # uneven over 2 and over 4
@@ -280,3 +281,21 @@ def test_a_label_that_is_no_class_raises_on_every_rank():
                 target = torch.where(torch.arange(ROWS) == 5, label, TARGET)  # of one part of the batch
                 with pytest.raises(IndexError, match="out of bounds"):
                     F.nll_loss(logp, place(target, layout), reduction=reduction)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_was_noted_goes_with_the_gradient(create_graph):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    scores = distribute_tensor(scores_of(), mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+    target = distribute_tensor(TARGET, mesh, [R], src_data_rank=None)
+    before = len(_notes)
+    logp = F.log_softmax(scores, 1)
+    loss = F.nll_loss(logp, target) ** 2
+    kept, first = torch.autograd.grad(loss, (logp, scores), create_graph=create_graph)
+    assert len(_notes) == before + 1
+    del kept
+    if create_graph:
+        (first**2).sum().backward()
+    del logp, loss, first
+    assert len(_notes) == before

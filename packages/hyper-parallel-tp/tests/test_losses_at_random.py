@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import PackedShard, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import CommTrace, PackedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 
 R = Replicate()
 COUNT = int(os.environ.get("HYPER_PARALLEL_FUZZ", "40"))
@@ -23,7 +23,7 @@ class Draw:
         rng = self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.mesh_shape = rng.choice(MESHES)
-        self.loss = rng.choice(("cross_entropy", "cross_entropy", "nll_loss", "linear_cross_entropy"))
+        self.loss = rng.choice(("cross_entropy", "cross_entropy", "nll_loss", "log_softmax", "linear_cross_entropy"))
         self.dtype = rng.choice((torch.float64, torch.float32, torch.bfloat16))
         self.classes = rng.choice((1, 2, 3, 5, 8, 13, 40))
         ndim = rng.choice((2, 3)) if self.loss == "linear_cross_entropy" else rng.choice((1, 2, 2, 3, 4))
@@ -32,7 +32,7 @@ class Draw:
         self.options = {"reduction": rng.choice(("mean", "sum", "none"))}
         if not self.soft and rng.random() < 0.7:
             self.options["ignore_index"] = rng.choice((-100, 255, rng.randrange(self.classes)))
-        if self.loss != "nll_loss" and rng.random() < 0.4:
+        if self.loss not in ("nll_loss", "log_softmax") and rng.random() < 0.4:
             self.options["label_smoothing"] = rng.choice((0.1, 0.5, 1.0))
         # Per mesh axis: None, the index of a batch dim, or "classes".
         dims = [None, "classes", "classes", *range(len(self.batch))]
@@ -105,7 +105,7 @@ def plain_loss(draw, tensors):
     """In float32 or wider: what follows from the given values."""
     wide = {k: v.float() if v.dtype is torch.bfloat16 else v for k, v in tensors.items()}
     if draw.loss != "linear_cross_entropy":
-        return getattr(F, draw.loss)(**wide, **draw.options)
+        return class_loss(draw, wide)
     x, head, bias = wide.pop("input"), wide.pop("linear_weight"), wide.pop("linear_bias", None)
     scores = F.linear(x, head, bias)
     if draw.dtype is torch.bfloat16:  # which the scores are in too
@@ -119,7 +119,14 @@ def our_loss(draw, tensors):
         options["options"] = nn.LinearCrossEntropyOptions(batch_chunk_size=draw.chunk, chunking_method=None)
         head = {k: tensors.pop(k) for k in ("input", "linear_weight", "target")}
         return F.linear_cross_entropy(*head.values(), **tensors, **options)
-    return getattr(F, draw.loss)(**tensors, **options)
+    return class_loss(draw, tensors)
+
+
+def class_loss(draw, tensors):
+    if draw.loss != "log_softmax":
+        return getattr(F, draw.loss)(**tensors, **draw.options)
+    scores = tensors["input"]
+    return F.nll_loss(**{**tensors, "input": F.log_softmax(scores, min(scores.ndim - 1, 1))}, **draw.options)
 
 
 def gradients(loss, leaves):
@@ -148,12 +155,11 @@ def check(seed):
         torch.testing.assert_close(got, expected, rtol=close[0], atol=close[1] * scale, equal_nan=True)
 
     equal(loss, want)
-    for name, got, expected in zip(
-        leaves,
-        gradients(loss, [ours[n] for n in leaves]),
-        gradients(want, [plain[n] for n in leaves]),
-        strict=True,
-    ):
+    with CommTrace() as trace:
+        found = gradients(loss, [ours[n] for n in leaves])
+    if draw.loss == "log_softmax":
+        assert not trace.counts
+    for name, got, expected in zip(leaves, found, gradients(want, [plain[n] for n in leaves]), strict=True):
         assert got.layout is ours[name].layout, name
         equal(got, expected)
 
