@@ -134,6 +134,21 @@ def skip_on_rank_one():
         pytest.skip("not today")
 
 
+class Patched:
+    value = "as it is"
+
+
+def patch(monkeypatch):
+    monkeypatch.setattr(Patched, "value", "patched")
+    return Patched.value
+
+
+def test_what_several_ranks_have_patched_is_undone():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run_on_threads(3, patch, (monkeypatch,), timeout=60) == ["patched"] * 3
+    assert Patched.value == "as it is"
+
+
 def test_skip_is_a_skip():
     with pytest.raises(RanksSkipped, match="not today"):
         ranks(2, skip_on_rank_one)

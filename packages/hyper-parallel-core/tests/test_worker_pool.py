@@ -53,12 +53,48 @@ def leave_settings_behind():
     torch.manual_seed(7)
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(True)
+    os.environ["OMP_NUM_THREADS"] = "2"
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+    sys.path.append("left_behind")
 
 
 def read_settings():
     import torch
 
-    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.zeros(()).device.type,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        os.environ["OMP_NUM_THREADS"],
+        os.environ.get("LEFT_BEHIND"),
+        os.getcwd(),
+        "left_behind" in sys.path,
+    )
+
+
+class Patched:
+    value = "as it is"
+
+
+def patch(monkeypatch, then="return"):
+    assert Patched.value == "as it is"
+    monkeypatch.setattr(Patched, "value", "patched")
+    monkeypatch.setenv("LEFT_BEHIND", "1")
+    if then == "fail":
+        raise ValueError(Patched.value)
+    return Patched.value
+
+
+def value_of_patched():
+    return Patched.value
 
 
 def double(payload):
@@ -135,12 +171,25 @@ class TestCalls:
     def test_settings_do_not_reach_the_next_call(self, pool):
         import torch
 
+        before = pool.run(read_settings)
+        assert before == [(True, torch.float32, "cpu", 1, False, False, "1", None, os.getcwd(), False)] * 2
         pool.run(leave_settings_behind)
-        assert pool.run(read_settings) == [(True, torch.float32, 1, "1")] * 2
+        assert pool.run(read_settings) == before
+
+    def test_each_rank_undoes_what_it_has_patched(self, pool, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", open(os.devnull))  # cannot be sent, and is of no concern to the ranks
+        pids = pool.run(os.getpid)
+        for _ in range(2):
+            assert pool.run(patch, monkeypatch) == ["patched"] * 2
+            with pytest.raises(RanksFailed, match="ValueError: patched"):
+                pool.run(patch, monkeypatch=monkeypatch, then="fail")
+        assert pool.run(value_of_patched) == ["as it is"] * 2
+        assert pool.run(os.getpid) == pids  # not because they are new ones
 
     def test_ranks_stay_alive(self, pool):
         pids = pool.run(os.getpid)
-        assert pool.run(os.getpid) == pids == pool.pids
+        assert pool.run(os.getpid) == pids
+        assert all(is_running(pid) for pid in pids)
 
     def test_output_is_shown_with_the_rank(self, pool, capsys):
         pool.run(say, "hello from")
@@ -212,8 +261,7 @@ class TestFailures:
         assert pool.run(describe_rank, 1) == [(0, 2), (1, 2)]
 
     def test_a_rank_that_died_between_calls_is_replaced(self, pool):
-        pool.run(os.getpid)
-        os.kill(pool.pids[0], 9)
+        os.kill(pool.run(os.getpid)[0], 9)
         time.sleep(0.2)
         assert pool.run(describe_rank, 1) == [(0, 2), (1, 2)]
 
@@ -224,23 +272,21 @@ class TestFailures:
 
 class TestLifetime:
     def test_stop_ends_the_ranks_and_removes_their_files(self, pool):
-        pool.run(os.getpid)
-        pids, folder = pool.pids, Path(pool._folder)
+        pids, folder = pool.run(os.getpid), Path(pool._folder)
         assert folder.is_dir()
         pool.stop()
-        assert pool.pids == []
         assert not folder.exists()
         assert not any(is_running(pid) for pid in pids)
 
     def test_the_least_recently_used_pool_makes_room(self):
         pools = PoolSet(max_alive=2)
         try:
-            ones = pools.run(1, os.getpid)
-            twos = pools.run(2, os.getpid)
-            assert pools.run(1, os.getpid) == ones
-            pools.run(3, os.getpid)
+            ones = pools.pool(1).run(os.getpid)
+            twos = pools.pool(2).run(os.getpid)
+            assert pools.pool(1).run(os.getpid) == ones
+            pools.pool(3).run(os.getpid)
             assert not any(is_running(pid) for pid in twos)
-            assert pools.run(1, os.getpid) == ones
+            assert pools.pool(1).run(os.getpid) == ones
         finally:
             pools.close()
         assert not is_running(ones[0])

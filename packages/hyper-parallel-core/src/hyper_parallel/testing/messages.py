@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import pickle
 import sys
@@ -74,8 +75,10 @@ def make_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _pickle_arguments(qualname: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    data = io.BytesIO()
     try:
-        return pickle.dumps((tuple(args), dict(kwargs)))
+        _ArgumentPickler(data).dump((tuple(args), dict(kwargs)))
+        return data.getvalue()
     except Exception as whole:
         for name, value in [*((f"{i}", a) for i, a in enumerate(args)), *kwargs.items()]:
             try:
@@ -86,6 +89,20 @@ def _pickle_arguments(qualname: str, args: Sequence[Any], kwargs: Mapping[str, A
                     "Build it inside the function instead"
                 ) from exc
         raise NotSendableError(f"the arguments of {qualname} cannot be sent to other ranks: {whole}") from whole
+
+
+class _ArgumentPickler(pickle.Pickler):
+    """Sends arguments. What ``monkeypatch`` has changed in the test's process stays there, a rank gets its own one."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A new ``monkeypatch`` in the place of the test's."""
+        return (type(obj), ()) if is_monkeypatch(obj) else NotImplemented
+
+
+def is_monkeypatch(value: Any) -> bool:
+    """Whether this is what pytest's fixture ``monkeypatch`` gives."""
+    patching = sys.modules.get("_pytest.monkeypatch")  # not imported: then it can be none
+    return patching is not None and isinstance(value, patching.MonkeyPatch)
 
 
 class ResultPickler(pickle.Pickler):

@@ -57,6 +57,11 @@ class WorkerPool:
         ``fn`` is a module-level function, or a method of a module-level test class. Arguments and results are pickled;
         torch's random state is that of ``torch.manual_seed(0)`` on every rank. What ranks print is printed here.
 
+        Ranks live on after the call. Undone for the next one are: what ``fn`` changed through pytest's ``monkeypatch``
+        (as an argument, of which each rank gets one of its own), environment variables, the working directory,
+        ``sys.path``, random states, and torch's grad mode, default dtype and device, number of threads, deterministic
+        algorithms and anomaly detection. Whatever else ``fn`` changes in a module stays: it has to restore that itself.
+
         Args:
             timeout: seconds until ranks that have not returned are stopped; ``fn`` does not see this argument.
 
@@ -89,11 +94,6 @@ class WorkerPool:
             self.stop()
             raise
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks; empty while the pool is not running."""
-        return [rank.pid for rank in self._ranks]
-
     def stop(self) -> None:
         """End the ranks and remove their files. The next call starts them again."""
         if os.getpid() != self._owner:  # the atexit call of a forked child, which has a copy of this pool
@@ -105,8 +105,6 @@ class WorkerPool:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         atexit.unregister(self.stop)
-
-    close = stop
 
     def __enter__(self) -> WorkerPool:
         return self

@@ -28,12 +28,6 @@ class PoolSet:
         self._pools.move_to_end(world_size)
         return self._pools[world_size]
 
-    def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
-    ) -> list[Any]:
-        """`WorkerPool.run` on ``world_size`` ranks."""
-        return self.pool(world_size).call(fn, args, kwargs, timeout=timeout)
-
     def call(
         self, world_size: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, timeout: float
     ) -> list[Any]:

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import HashStore
 from hyper_parallel import comm_trace, dispatcher, mesh
 from hyper_parallel.testing import placing, progress
 from hyper_parallel.testing.failures import RankFailure, RanksFailed, RanksSkipped, RanksTimedOut, described
+from hyper_parallel.testing.messages import is_monkeypatch
 from hyper_parallel.testing.turns import Turns
 
 __all__ = ["run_on_threads"]
@@ -127,7 +128,9 @@ class _Rank:
 
     def __init__(self, number: int, world_size: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.number, self.world_size = number, world_size
-        self._fn, self._arguments = fn, copy.deepcopy((tuple(args), dict(kwargs)))
+        # One monkeypatch for all: ranks change the same process, and it undoes their changes last to first.
+        shared = {id(value): value for value in [*args, *kwargs.values()] if is_monkeypatch(value)}
+        self._fn, self._arguments = fn, copy.deepcopy((tuple(args), dict(kwargs)), shared)
         self.value: Any = None
         self.failure: RankFailure | None = None
         self.skip: str | None = None

@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
+from typing import Any
 
 from hyper_parallel.testing import progress
 from hyper_parallel.testing.failures import RankFailure, described
 from hyper_parallel.testing.load import load_call
-from hyper_parallel.testing.messages import RAISED, RETURNED, SKIPPED, Reply, ResultPickler, Task
+from hyper_parallel.testing.messages import RAISED, RETURNED, SKIPPED, Reply, ResultPickler, Task, is_monkeypatch
 
 HOST = "127.0.0.1"
 
@@ -42,10 +43,12 @@ def main(setup: WorkerSetup, conn: connection.Connection) -> None:
     _watch_parent(os.path.dirname(setup.log_file))
     _prepare_process(setup)
     _join_process_group(setup, conn)
+    environment = dict(os.environ)
     while True:
         message = pickle.loads(conn.recv_bytes())
         if message is None:
             return
+        _forget_the_last_call(environment)
         reply = _run(message)
         # The test process reads this rank's output when the reply arrives.
         sys.stdout.flush()
@@ -102,26 +105,40 @@ def _join_process_group(setup: WorkerSetup, conn: connection.Connection) -> None
 
 def _run(task: Task) -> Reply:
     progress.busy_with("")
+    patches: list[Any] = []
     try:
         fn, args, kwargs = load_call(task)
-        _reset_torch()
+        patches += filter(is_monkeypatch, [*args, *kwargs.values()])
         value = io.BytesIO()
         ResultPickler(value, task.module_files).dump(fn(*args, **kwargs))
     except BaseException as exc:  # SystemExit and pytest's outcomes too: a rank ends only when the pool says so
         if _is_skip(exc):
             return Reply(SKIPPED, failure=RankFailure(type(exc).__qualname__, str(exc), ""), groups=_group_count())
         return Reply(RAISED, failure=described(exc), groups=_group_count())
+    finally:
+        for patch in patches:
+            patch.undo()
     return Reply(RETURNED, value=value.getvalue(), groups=_group_count())
 
 
-def _reset_torch() -> None:
+def _forget_the_last_call(environment: Mapping[str, str]) -> None:
     """What one test sets must not reach the next."""
     import torch
 
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
     random.seed(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
     torch.manual_seed(0)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
 
 
 def _is_skip(exc: BaseException) -> bool:
