@@ -163,6 +163,39 @@ def test_ops_shows_strategies_as_a_table_and_says_when_there_are_none(site):
     assert "is a function of other operators" in shown["sinc"]
     assert "uses the three phases itself" in shown["torch.gcd"]
     assert "nobody has defined no_such_function: --import the module that does" in shown["no_such_function"]
+    assert "  comm  " not in shown["no_such_function"]  # it has no summary
+
+
+def test_ops_says_what_is_communicated_as_the_table_of_operators_does(site):
+    package = site.install(
+        "acme", ops="ldexp: {distributed_op_module: hp_acme.rules, distributed_op_class: Costly, override: true}"
+    )
+    summary = """
+        from hyper_parallel.op import OpSummary
+        class Costly(Rows):
+            summary = OpSummary(
+                "every dim",
+                communicates="sharded keys: 2 all-reduces of one number per row and a pending sum | `none`",
+            )
+    """
+    (package / "rules.py").write_text(textwrap.dedent(RULES) + textwrap.dedent(summary))
+    code = "from hyper_parallel.cli import main\nmain(['ops', 'ldexp']); print('END'); main(['ops', 'ldexp', '--json'])"
+    text, _, as_json = site.python(code).stdout.partition("END\n")
+    expected = """
+          sharded   every dim
+          pending   reduced first
+          comm      sharded keys: 2 all-reduces of one number per row and a pending sum
+                    | none
+          rule      strategies"""
+    assert textwrap.indent(textwrap.dedent(expected), "  ").strip() in text
+    (op,) = (op for op in json.loads(as_json)["ops"] if op["provider"] == "acme")
+    assert op["rule"]["summary"]["communicates"].startswith("sharded keys: 2 all-reduces")
+
+
+def test_commands_say_nothing_about_a_missing_numpy(site):
+    (site.folder / "numpy.py").write_text("raise ImportError('there is none')")
+    done = site.run("-m", "hyper_parallel", "ops", "softmax", check=False)
+    assert "numpy" not in done.stderr.lower()
 
 
 def test_ops_as_json_holds_the_rule(site):

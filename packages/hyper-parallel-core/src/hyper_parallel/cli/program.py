@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Broken plugins are part of what the program shows; warnings on top would only repeat it.
     with use_manager(tolerant_manager()) as manager, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
+        # What torch says when it is imported where there is no numpy, which nothing here needs.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         try:
             arguments = _parser(_commands(manager)).parse_args(argv)
             return int(arguments.run(arguments))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hyper_parallel.analysis.strategy_tables import StrategyTable
+    from hyper_parallel.op import OpSummary
     from hyper_parallel.op_entry import OpEntry
 
 LEGEND = "R: replicate, S(d): shard of dim d, P(op): pending reduction"
@@ -22,15 +24,17 @@ class RuleDescription:
         kind: ``strategies``, ``code``, ``function`` or ``phases``; ``unknown`` when the class cannot be used here.
         text: the same as a sentence, or why it is unknown.
         tables: sample calls with what the rule takes and gives.
+        summary: what the table of operators in the documentation says, communication among it; None: nothing.
     """
 
     kind: str
     text: str
     tables: Sequence[StrategyTable] = ()
+    summary: OpSummary | None = None
 
     def as_text(self) -> str:
         """Indented lines."""
-        lines = [f"  rule      {self.text}"]
+        lines = [*self._summary_lines(), f"  rule      {self.text}"]
         if self.tables:
             lines.append(f"            {LEGEND}")
         for table in self.tables:
@@ -44,6 +48,18 @@ class RuleDescription:
             ]
         return "\n".join(lines)
 
+    def _summary_lines(self) -> list[str]:
+        if self.summary is None:
+            return []
+        about = {
+            "sharded": self.summary.shards,
+            "pending": self.summary.pending,
+            "comm": self.summary.communicates,
+            "whole": self.summary.whole,
+        }
+        texts = [f"  {label:<8}  {text.replace('`', '')}" for label, text in about.items() if text]
+        return [line for text in texts for line in textwrap.wrap(text, 80, subsequent_indent=" " * 12)]
+
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
         samples = [
@@ -56,7 +72,8 @@ class RuleDescription:
             }
             for table in self.tables
         ]
-        return {"kind": self.kind, "text": self.text, "samples": samples}
+        summary = None if self.summary is None else asdict(self.summary)
+        return {"kind": self.kind, "text": self.text, "samples": samples, "summary": summary}
 
 
 def described_rules(entries: Sequence[OpEntry]) -> list[RuleDescription]:
@@ -86,7 +103,7 @@ def _described(entry: OpEntry) -> RuleDescription:
             else f"nobody has defined {entry.name}: --import the module that does"
         )
         text = f"{text.partition(';')[0]}; {why}"
-    return RuleDescription(kind, text, tables)
+    return RuleDescription(kind, text, tables, entry.op.summary)
 
 
 @contextmanager
