@@ -2,6 +2,7 @@
 
 import os
 import signal
+import traceback
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,9 @@ def test_all_that_does_not_fit_is_listed(tmp_path):
         "strict=False loads the names that both have\n(rank 0, 1, 2, 3)",
     ):
         assert part in text
+    with pytest.raises(CheckpointError) as caught:
+        load({"model": asked}, checkpoint_id=tmp_path / "c")
+    assert "".join(traceback.format_exception(caught.value)).count("model.c") == 1
     del asked["b"]
     load({"model": asked}, checkpoint_id=tmp_path / "c", strict=False)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,13 @@ def test_qwen3_from_safetensors(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, use_cache=False).train()
     want = train_alone(model, module.batch(model.config.vocab_size), 3)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
+
+
+def test_training_script_under_explain_leaves_its_results_alone(tmp_path):
+    """They would come from values that are only pretended."""
+    arguments = ("--steps", "1", "--layers", "1", "--length", "16", "--no-check", "--out", str(tmp_path))
+    command = [sys.executable, "-m", "hyper_parallel", "explain", EXAMPLES / "train.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "all_gather" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -72,7 +72,7 @@ def _state(device: torch.device) -> torch.Tensor:
 
 def _digest(state: torch.Tensor) -> int:
     """A number of 62 bits that tells states apart."""
-    return int.from_bytes(hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=8).digest(), "big") >> 2
+    return int.from_bytes(hashlib.blake2b(bytes(state.tolist()), digest_size=8).digest(), "big") >> 2
 
 
 def draw(

@@ -43,7 +43,8 @@ def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
 
     ``init_process_group`` and ``destroy_process_group`` do nothing inside, nor do saving and loading a distributed
     checkpoint (PyTorch's functions and ours), which need the other ranks' shards. This holds also for a module that has
-    imported them by name, before or inside. The environment variables of a launcher (``RANK``, ``WORLD_SIZE`` and so
+    imported them by name, before or inside. Other files are written as ever, and ``get_backend()`` says ``"fake"`` to a
+    program that would rather not. The environment variables of a launcher (``RANK``, ``WORLD_SIZE`` and so
     on) say that this is rank 0. So a script for ``torchrun`` runs as it is.
 
     Args:

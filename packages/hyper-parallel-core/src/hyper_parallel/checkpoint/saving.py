@@ -187,7 +187,15 @@ def _readable_errors(verb: str, checkpoint_id: Any) -> Iterator[None]:
             by_text[text or repr(failure)].append(rank)
         causes = "\n".join(f"{text}\n(rank {', '.join(map(str, ranks))})" for text, ranks in by_text.items())
         where = "" if checkpoint_id is None else f" {checkpoint_id}"
-        raise CheckpointError(f"cannot {verb} checkpoint{where}: {causes}", failures=failures) from error
+        # Where the causes say it all, the tracebacks of all ranks would only repeat them.
+        explained = all(isinstance(failure, (_Misfit, OSError)) for failure in failures.values())
+        raise CheckpointError(f"cannot {verb} checkpoint{where}: {causes}", failures=failures) from (
+            None if explained else error
+        )
+
+
+class _Misfit(ValueError):
+    """What is asked for is not what the checkpoint has."""
 
 
 class _CheckingPlanner(DefaultLoadPlanner):
@@ -214,7 +222,7 @@ class _CheckingPlanner(DefaultLoadPlanner):
             problems += _listed("only in the checkpoint", beside)
         if problems:
             hint = "\nstrict=False loads the names that both have" if self.strict else ""
-            raise ValueError("it does not fit the state dict:\n" + "\n".join(problems) + hint)
+            raise _Misfit("it does not fit the state dict:\n" + "\n".join(problems) + hint)
 
 
 def _drop_absent(value: Any, path: str, saved: Mapping[str, Any]) -> None:
