@@ -138,3 +138,52 @@ def test_reproduction_runs_as_printed(ranks, tmp_path):
     # One device gives 0.5, and half of that gradient.
     assert "local=tensor([1.00" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("DTensor(shape=(2,)") == 4, done.stdout
+
+
+def operator_with_fake(name, fake):
+    operator = torch.library.custom_op(
+        f"conformance_of_the_kit::{name}", lambda x: x * x, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    operator.register_fake(fake)
+    Rows(
+        f"torch.ops.conformance_of_the_kit.{name}",
+        rows=lambda call: [Strategy([S(d)], S(d)) for d in range(call.inputs[0].layout.ndim)],
+    )
+    return operator
+
+
+right_fake = operator_with_fake("right", torch.empty_like)
+flat_fake = operator_with_fake("flat", lambda x: x.new_empty(x.shape[0]))
+long_fake = operator_with_fake("long", lambda x: x.new_empty(x.shape[0] + 1, x.shape[1]))
+
+
+def with_right_fake(x):
+    return right_fake(x)
+
+
+def with_flat_fake(x):
+    return flat_fake(x)
+
+
+def with_long_fake(x):
+    return long_fake(x)
+
+
+def test_operator_with_a_right_register_fake_passes(ranks):
+    check_op(ranks, with_right_fake, tensor(4, 3, grad=False), meshes=ONE)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (with_flat_fake, "float32[4]"),
+        (with_long_fake, "float32[5, 3]"),
+    ],
+)
+def test_wrong_register_fake_is_named_as_the_cause(ranks, function, said):
+    with pytest.raises((ConformanceError, RanksFailed)) as caught:
+        check_op(ranks, function, tensor(4, 3, grad=False, dtype=torch.float32), meshes=ONE)
+    assert (
+        f"the cause: on meta tensors, from which the engine has global shapes, the function gives {said}, on real ones "
+        "float32[4, 3]: correct what torch.library.register_fake registers for it"
+    ) in str(caught.value)

@@ -159,6 +159,7 @@ class CaseRunner:
             except ValueError as error:
                 if not must_refuse and not self.may_refuse(error):
                     self.note(self._wrong_refusal(error))
+                    self.note(self.wrong_on_meta())
                 return None
             if must_refuse:
                 self.note("the layouts are declared unsupported, yet the operator took them")
@@ -170,11 +171,13 @@ class CaseRunner:
             self._check_collectives(trace)
         outputs = self._compare_structure(result)
         if outputs is None:
+            self.note(self.wrong_on_meta())
             return []
         fits = True
         for index, (got, want) in enumerate(zip(outputs, self.expected.outputs, strict=True)):
             fits &= self.compare(f"output {index}", got, want, self.expected.seeds[index] is not None)
         if not fits:
+            self.note(self.wrong_on_meta())
             return []
         specs = [o._spec if isinstance(o, DTensor) else None for o in outputs]
         if specs != like:
@@ -233,15 +236,25 @@ class CaseRunner:
     def _is_meta_stride(self, want: torch.Tensor, got: DTensor) -> bool:
         """Whether PyTorch itself gives an output this stride, on tensors without data: its kernels do not all agree."""
         index = next((i for i, output in enumerate(self.expected.outputs) if output is want), None)
-        if index is None:
-            return False
-        with torch.no_grad():
-            values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in self.values]
-            try:
-                outputs = pytree.tree_leaves(self.call(self.op.on_plain, values))
-            except (RuntimeError, TypeError, ValueError):  # a function that needs the values
-                return False
-        return _steps(outputs[index]) == _steps(got)
+        outputs = None if index is None else self._on_meta(self.op.on_plain)
+        return outputs is not None and _steps(outputs[index]) == _steps(got)
+
+    def _on_meta(self, func: Callable[..., Any]) -> list[Any] | None:
+        """The outputs on tensors without data; None where the function needs the values."""
+        values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in self.values]
+        with torch.no_grad(), suppress(RuntimeError, TypeError, ValueError):
+            return pytree.tree_leaves(self.call(func, values))
+        return None
+
+    def wrong_on_meta(self) -> str | None:
+        """That the function says something else on meta tensors, which tell the engine the global shapes."""
+        said, given = map(_described, (self._on_meta(self.op.func), self.expected.outputs))
+        if said is None or said == given:
+            return None
+        return (
+            f"the cause: on meta tensors, from which the engine has global shapes, the function gives {said}, on real "
+            f"ones {given}: correct what torch.library.register_fake registers for it"
+        )
 
     def _same(self, label: str, facts: dict[str, tuple[Any, Any]]) -> bool:
         for name, (mine, right) in facts.items():
@@ -346,6 +359,14 @@ def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
     """The stride as far as it means something: that of a dim with one element, or of an empty tensor, is arbitrary."""
     sizes = tuple(tensor.shape)
     return tuple(step if size > 1 and 0 not in sizes else 0 for step, size in zip(tensor.stride(), sizes, strict=True))
+
+
+def _described(outputs: Sequence[Any] | None) -> str | None:
+    """Dtypes and shapes of the tensors among some outputs."""
+    if outputs is None:
+        return None
+    tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
 def _lies_as_said(local: torch.Tensor, spec: Spec) -> bool:

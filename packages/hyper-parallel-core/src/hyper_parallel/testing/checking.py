@@ -68,6 +68,7 @@ def check_cases(
         except Exception as error:
             policy = "strict" if runner is None else runner.policy  # a strategy for a dim that the input does not have
             found = [p.text for p in findings.problems if (p.case, p.policy) == (case, policy)]
+            found += filter(None, [None if runner is None else runner.wrong_on_meta()])
             name = title(mesh_shape, case, policy)
             raise CaseFailed("\n".join([name, *found, f"{type(error).__name__}: {error}"])) from error
         refused += runner.refused
