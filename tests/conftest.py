@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # checkpoint_models, here and on the ranks
+sys.path.insert(0, str(Path(__file__).parent))  # here and on the ranks

@@ -11,19 +11,30 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from fully_shard_training import (
+    LAYERS,
+    WIDTH,
+    WORDS,
+    Layer,
+    Model,
+    Side,
+    loss_of,
+    pair,
+    part_over,
+    tensor_parallel,
+    train,
+    wrap,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
-    ColwiseParallel,
     CommTrace,
     DTensor,
     MixedPrecisionPolicy,
     PackedShard,
     Replicate,
-    RowwiseParallel,
     Shard,
     ShardingPlan,
     all_gather,
@@ -31,133 +42,9 @@ from hyper_parallel import (
     distribute_tensor,
     fully_shard,
     init_device_mesh,
-    parallelize_module,
     reduce_scatter,
     shard_module,
 )
-
-LAYERS, WORDS, WIDTH, HIDDEN = 2, 13, 8, 18  # 13 rows are uneven over 2 and 4 ranks; 18 / 2 / 2 too
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, layer=Layer):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def pair(layer=Layer):
-    torch.manual_seed(0)
-    plain = Model(layer)
-    return plain, copy.deepcopy(plain)
-
-
-def wrap(model, shard=fully_shard, **options):
-    for layer in model.layers:
-        shard(layer, **options)
-    return shard(model, **options)
-
-
-def loss_of(model, ids, labels):
-    return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-
-
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-class Side:
-    """A model and its optimizer."""
-
-    def __init__(self, model, clip):
-        self.model, self.clip = model, clip
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-    def backward(self, *losses):
-        """The value of the last loss."""
-        self.optimizer.zero_grad()
-        for loss in losses:
-            value = loss()
-            value.backward()
-        return value.detach()
-
-    def step(self):
-        norm = self.clip(self.model.parameters(), 0.5)
-        self.optimizer.step()
-        return whole(norm).detach()
-
-
-def train(model, plain, part, steps=4, batch=8, tolerance=1e-5, others=()):
-    """Train both; ``part`` gives this rank's part of a batch. Returns the trace of each step."""
-    ours, theirs = Side(model, clip_grad_norm_), Side(plain, nn.utils.clip_grad_norm_)
-    more = [Side(other, nn.utils.clip_grad_norm_) for other in others]
-    traces = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        ids, labels = (torch.randint(0, WORDS, (batch, 5), generator=generator) for _ in range(2))
-        expected = theirs.backward(lambda: loss_of(plain, ids, labels))  # noqa: B023
-        with CommTrace() as trace:
-            loss = ours.backward(lambda: loss_of(model, part(ids), part(labels)))  # noqa: B023
-        traces.append(trace)
-        mean = whole(loss).clone()  # of the ranks' parts of the batch, which are equal in size
-        dist.all_reduce(mean)
-        for other in more:
-            other.backward(lambda: loss_of(other.model, part(ids), part(labels)))  # noqa: B023
-        close = {"rtol": 0, "atol": tolerance}
-        torch.testing.assert_close(mean / dist.get_world_size(), expected, **close)
-        for side in (ours, *more):
-            for (name, got), want in zip(side.model.named_parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(whole(got.grad), want.grad, msg=lambda m: f"{name}: {m}", **close)  # noqa: B023
-        norm = theirs.step()
-        for side in (ours, *more):
-            torch.testing.assert_close(side.step(), norm, **close)
-            for (name, got), want in zip(side.model.named_parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(whole(got.detach()), want.detach(), msg=lambda m: f"{name}: {m}", **close)  # noqa: B023
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        assert parameter.grad.layout is parameter.layout
-    return traces
-
-
-def part_over(mesh, *names):
-    """This rank's part of a batch over some axes of a mesh."""
-    index = 0
-    for name in names:
-        index = index * mesh[name].size() + mesh.get_local_rank(name)
-    count = 1
-    for name in names:
-        count *= mesh[name].size()
-    return lambda batch: batch.chunk(count)[index]
-
-
-def tensor_parallel(model, mesh):
-    plan = {"layers.*.mlp.up": ColwiseParallel(), "layers.*.mlp.down": RowwiseParallel()}
-    return parallelize_module(model, mesh, plan, src_data_rank=None)
-
 
 GATHERS, REDUCTIONS = 2 * LAYERS, LAYERS + 1  # of one step: the last layer and the root are gathered once
 
