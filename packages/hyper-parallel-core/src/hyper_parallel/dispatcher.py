@@ -19,6 +19,7 @@ from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import Mode, state
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError, RedistributionError
+from hyper_parallel.function_names import aten_binding
 from hyper_parallel.in_place import (
     become_view,
     before_write,
@@ -203,7 +204,10 @@ def _find(func: Callable[..., Any]) -> Any:
         rule = _rules[func] = _rule(func, get_distributed_op(op_name), op_name)
         rule.grad_placements = gradients
         return rule
-    op = registry.find(func)
+    op, binding = registry.find(func), aten_binding(func)
+    if binding is not None and op is registry.find(binding) and (op is not None or handler_of(binding) is not None):
+        _rules[func] = lambda _, args, kwargs: dispatch(binding, args, kwargs)
+        return _rules[func]
     if op is None:
         raise MissingOpError(registry.missing_message(func), func=func)
     if isinstance(op, FunctionOp):

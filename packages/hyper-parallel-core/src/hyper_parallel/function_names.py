@@ -132,20 +132,28 @@ def lookup_forms(function: Function) -> Iterator[Function]:
         yield packet
 
 
-def aten_name(function: Function) -> str | None:
-    """The bare name that covers an operator of ``torch.ops.aten``, or None.
-
-    Such operators take the arguments of their namesake in torch or on Tensor; those whose documented form is
-    torch.nn.functional's differ, and are left to dotted names.
+def aten_binding(function: Function) -> Function | None:
+    """The function of PyTorch's Python layer that an operator of ``torch.ops.aten`` is, with the same arguments: of
+    ``aten.add_.Tensor`` torch.Tensor's ``add_``, of ``aten.silu`` that of ``torch._C._nn``. None where there is none.
     """
     import torch
 
-    *_, packet = lookup_forms(function)
-    qualified = getattr(packet, "_qualified_op_name", "")
-    namespace, _, name = qualified.partition("::")
-    if namespace != "aten" or name in _FUNCTIONAL_ONLY or not _attributes((torch, torch.Tensor), name):
+    packet: Any = [*lookup_forms(function)][-1]
+    namespace, _, name = getattr(packet, "_qualified_op_name", "").partition("::")
+    if namespace != "aten":
         return None
-    return name
+    overloads = [function] if hasattr(function, "overloadpacket") else [getattr(packet, o) for o in packet.overloads()]
+    homes = (torch, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special)  # type: ignore[attr-defined]
+    return next((f for f in _attributes(homes, name) if all(_takes_arguments_of(f, o) for o in overloads)), None)
+
+
+def _takes_arguments_of(function: Function, overload: Any) -> bool:
+    """Whether a function takes the arguments of an overload in its order; only those written in Python may not."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return all(a.name == name for a, name in zip(overload._schema.arguments[1:], named[1:], strict=False))
 
 
 def display_name(function: Function) -> str:

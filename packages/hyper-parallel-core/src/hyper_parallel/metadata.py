@@ -88,8 +88,8 @@ _SPECIAL.update(
     dict.fromkeys(
         (
             getattr(torch.Tensor, name)
-            for name in "storage untyped_storage storage_type share_memory_ is_set_to resize_ resize_as_ __dlpack__ "
-            "__dlpack_device__".split()
+            for name in "storage untyped_storage storage_type share_memory_ is_set_to resize_ resize_as_ pin_memory "
+            "record_stream __dlpack__ __dlpack_device__".split()
         ),
         _without_memory,
     )
@@ -102,10 +102,20 @@ def _type(tensor: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any
     return tensor.to(dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
 
 
+def _own_method(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """DTensor's own method where ``func`` is torch's or torch.Tensor's of that name: ``torch.detach(x)``."""
+    name = getattr(func, "__name__", "")
+    own = getattr(DTensor, name, None)
+    theirs = (getattr(torch, name, None), getattr(torch.Tensor, name, None))
+    if own is None or own in theirs or func not in theirs:
+        return None
+    return lambda _, args, kwargs: own(*args, **kwargs)
+
+
 def handler_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
     try:
         if func in _METADATA:
             return _on_wrapper
-        return _SPECIAL.get(func)
+        return _SPECIAL.get(func) or _own_method(func)
     except TypeError:  # unhashable
         return None

@@ -79,8 +79,8 @@ class Registry:
             names = self._functions.names_of(func)
             if names:
                 return self._choose(names, func)
-            name = function_names.aten_name(func)
-            return self._entry_named(name) if name is not None else None
+            binding = function_names.aten_binding(func)
+            return self.find_entry(binding) if binding is not None else None
 
     def get(self, name: str) -> DistributedOp | None:
         """The op of this name, or None. ``add_`` is found as ``add`` when it has no entry of its own."""
