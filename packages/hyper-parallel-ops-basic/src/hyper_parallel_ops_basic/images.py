@@ -1,4 +1,4 @@
-"""Adaptive pooling and other operators over the trailing dims of images, on each channel by itself."""
+"""Operators over the trailing dims of images, on each channel by itself."""
 
 from __future__ import annotations
 
@@ -10,54 +10,10 @@ import torch
 
 from hyper_parallel.call import Call
 from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.whole_dims import WholeDims
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Shard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
-
-
-class Spatial(WholeDims):
-    """An operator on ``[batch, channels, *spatial]`` (or without the batch) that treats every channel alike.
-
-    Sharded spatial dims: the planes are dealt out to the ranks (one all-to-all each way). The windows of adaptive
-    pooling have many sizes, which no kernel takes but on a whole plane.
-
-    Args:
-        dims: number of spatial dims.
-    """
-
-    summary = OpSummary(
-        "every dim",
-        communicates="sharded spatial dim: 1 all-to-all each way of whole planes, dealt out to the ranks | the same",
-    )
-
-    kernels_need_lines = True
-
-    def __init__(self, op_name: str, *, signature: str, dims: int) -> None:
-        super().__init__(op_name, signature=signature)
-        self.dims = dims
-
-    def num_outputs(self, call: Call) -> int:
-        return 2 if call.name.endswith("_with_indices") or call.arg("return_indices") else 1
-
-    def whole_dims(self, call: Call) -> tuple[int, ...]:
-        ndim = len(call.inputs[0].shape)
-        return tuple(range(ndim - self.dims, ndim))
-
-    def on_lines(self, call: Call) -> Callable[..., Any]:
-        func = call.func
-        (*shapes,) = call.output_shapes()
-        sizes = [shape[len(shape) - len(self.whole_dims(call)) :] for shape in shapes]
-
-        def on_planes(planes: torch.Tensor, given: dict[str, Any]) -> Any:
-            if not len(planes):  # which not every kernel takes; joined to the graph all the same
-                empty = [planes.reshape(0, *size) for size in sizes]
-                return empty[0] if len(empty) == 1 else (empty[0], empty[1].long())
-            out = func(planes.unsqueeze(1), **given)
-            return out.squeeze(1) if isinstance(out, torch.Tensor) else tuple(t.squeeze(1) for t in out)
-
-        return on_planes
 
 
 class Planes(StrategyOp):

@@ -18,7 +18,7 @@ from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 from .convolution import each
 from .halo import Window
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "in_the_whole"]
 
 
 class Pool(StrategyOp):
@@ -109,7 +109,7 @@ class Pool(StrategyOp):
             if count == 1:
                 return out if share is None else out * share.to(out.device, out.dtype)
             begins = {i: int(at[0]) for i, at in starts.items()}
-            return out[0], _in_the_whole(out[1], x.shape[first:], shape[first:], begins)
+            return out[0], in_the_whole(out[1], x.shape[first:], shape[first:], begins)
 
         return local
 
@@ -135,7 +135,7 @@ def _lowest(dtype: torch.dtype) -> float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _in_the_whole(
+def in_the_whole(
     indices: torch.Tensor, sizes: Sequence[int], whole: Sequence[int], begins: dict[int, int]
 ) -> torch.Tensor:
     """Flat indices into planes of ``whole`` from those into the pieces of ``sizes`` that begin at ``begins``."""
