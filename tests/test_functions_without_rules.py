@@ -15,9 +15,11 @@ def test_functions_without_a_rule_raise_and_name_themselves():
     for call in (
         lambda: torch.geqrf(x),
         lambda: torch._C._nn.adaptive_max_pool2d(x, (2, 2)),
-        lambda: torch.ops.aten.linalg_det(x),
         lambda: torch.ops.aten._linalg_eigh.default(x),
-        lambda: torch.combinations(x),
+        lambda: torch.ops.aten.stft.default(x, 4, normalized=True),  # whose namesake takes other arguments
+        lambda: torch.lobpcg(x),
+        lambda: torch._pack_padded_sequence(x, torch.tensor([3, 2, 1]), False),
+        lambda: torch.nested.as_nested_tensor([x, x]),
     ):
         with pytest.raises(MissingOpError, match="no distributed rule"):
             call()
@@ -41,6 +43,9 @@ def test_operators_of_torch_ops_have_the_rules_of_their_namesakes():
     for y in (torch.ops.aten.add(x, x), torch.ops.aten.add.Tensor(x, x), torch.ops.aten.mul.Scalar(x, 2)):
         assert isinstance(y, DTensor)
         torch.testing.assert_close(y.full_tensor(), 2 * VALUE)
+    matrices = make(VALUE[:3].expand(3, 3, 3) + torch.eye(3), mesh_of((4,)), [Shard(0)])
+    for det in (torch.ops.aten.linalg_det(matrices), torch.ops.aten.det.default(matrices)):
+        torch.testing.assert_close(det.full_tensor(), matrices.full_tensor().det())
 
 
 @pytest.mark.ranks(4)
@@ -58,6 +63,8 @@ def test_below_the_python_layer_the_wrapper_raises():
                 call()
         with pytest.raises(RuntimeError):
             x.numpy()
-    for call in (x.untyped_storage, x.storage, lambda: torch.from_dlpack(x), lambda: x.resize_(3)):
+    with pytest.raises(RuntimeError, match="below PyTorch's Python layer"):
+        torch.nested.nested_tensor([x, x])
+    for call in (x.untyped_storage, x.storage, x.pin_memory, lambda: torch.from_dlpack(x), lambda: x.resize_(3)):
         with pytest.raises(MissingOpError):
             call()

@@ -52,12 +52,15 @@ def render() -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+_NOT_PUBLIC = ("hyper_parallel", "torch._C.", "torch.ops.aten.")
+
+
 def count_functions(names: Iterable[str]) -> int:
     """Number of distinct public torch functions among op names, aliases counted once."""
     found = set()
     for name in names:
         short = name.rpartition(".")[2]
-        if short.startswith("_") or "torch_npu" in name or name.startswith("hyper_parallel"):
+        if short.startswith("_") or "torch_npu" in name or name.startswith(_NOT_PUBLIC):
             continue
         functions = (
             [function_names.dotted_function(name)]

@@ -325,7 +325,16 @@ class TestEmbeddingBag(Few):
 
 class TestCov(Few):
     op = torch.cov
-    samples = (sample(MATRIX, correction=0), sample(VECTOR, aweights=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0])))
+    samples = (
+        sample(MATRIX, correction=0),
+        sample(VECTOR, aweights=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0])),
+        sample(tensor(3, 5, dtype=torch.complex128)),
+    )
+
+
+class TestCorrcoef(Few):
+    op = torch.corrcoef
+    samples = (sample(MATRIX), sample(tensor(3, 4, dtype=torch.complex128)))
 
 
 def spectrum(x, window):
@@ -335,6 +344,54 @@ def spectrum(x, window):
 class TestSTFT(Few):
     op = spectrum
     samples = (sample(tensor(3, 13), tensor(6)),)
+
+
+def there_and_back(x, window):
+    spectra = torch.stft(x, 8, 3, 6, window, return_complex=True)
+    frames = torch.stft(
+        x, 8, 2, center=False, return_complex=True, onesided=False, window=F.pad(window, (1, 1), value=0.5)
+    )
+    short = torch.istft(frames, 8, 2, center=False, onesided=False, window=F.pad(window, (1, 1), value=0.5))
+    return torch.istft(spectra, 8, 3, 6, window, length=13), torch.istft(spectra, 8, 3, normalized=True), short
+
+
+class TestISTFT(Few):
+    op = there_and_back
+    samples = (sample(tensor(3, 14), tensor(6, low=0.5, high=1.0)),)
+
+
+class TestGradient(Few):
+    op = torch.gradient
+    samples = (
+        sample(MATRIX),
+        sample(MATRIX, spacing=0.5, dim=1, edge_order=2),
+        sample(MATRIX, spacing=(torch.tensor([0.0, 1, 3, 4, 7]), torch.tensor([0.0, 1, 2, 4, 5, 9]))).options(
+            name="at"
+        ),
+    )
+
+
+class TestCombinations(Few):
+    op = torch.combinations
+    samples = (sample(VECTOR), sample(VECTOR, 3, True), sample(tensor(2), 3))
+
+
+class TestNonzeroStatic(Few):
+    op = torch.nonzero_static
+    samples = (
+        sample(tensor(5, 6, dtype=torch.bool), size=4),
+        sample(tensor(3, 2, dtype=torch.bool), size=9, fill_value=7),
+    )
+
+
+class TestNarrowCopy(Few):
+    op = torch.narrow_copy
+    samples = (sample(MATRIX, 0, 1, 3),)
+
+
+class TestPDist(Few):
+    op = torch.pdist
+    samples = (sample(MATRIX), sample(MATRIX, 1.0), sample(tensor(3, 2), float("inf")))
 
 
 def steps(x, h, w_ih, w_hh, b):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import CommTrace, Replicate, Shard, distribute_tensor
+from hyper_parallel import CommTrace, PackedShard, Replicate, Shard, distribute_tensor
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 
@@ -52,6 +52,27 @@ def test_rows_and_columns_of_an_image_on_two_axes():
     assert out.placements == (Shard(2), Shard(3))
     torch.testing.assert_close(out.full_tensor(), want)
     out.square().sum().backward()
+    torch.testing.assert_close(image.grad.full_tensor(), plain[0].grad)
+    torch.testing.assert_close(kernel.grad.full_tensor(), plain[1].grad)
+
+
+@pytest.mark.ranks(4)
+def test_packed_positions_come_out_plain():
+    """Two images beside each other, each sharded on its own: windows cross from one into the other."""
+    torch.manual_seed(0)
+    mesh, x, weight = mesh_of((4,)), torch.randn(2, 3, 9, 4), torch.randn(5, 3, 3, 3)
+    plain = [t.clone().requires_grad_() for t in (x, weight)]
+    want = F.conv2d(*plain, padding=1)
+    want.square().sum().backward()
+    image = distribute_tensor(x, mesh, [PackedShard(2, (5, 4))]).requires_grad_()
+    kernel = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
+    with CommTrace() as trace:
+        out = F.conv2d(image, kernel, padding=1)
+    assert trace.counts == {"all_to_all": 1}
+    assert out.placements == (Shard(2),)
+    torch.testing.assert_close(out.full_tensor(), want)
+    out.square().sum().backward()
+    assert image.grad.placements == (PackedShard(2, (5, 4)),)
     torch.testing.assert_close(image.grad.full_tensor(), plain[0].grad)
     torch.testing.assert_close(kernel.grad.full_tensor(), plain[1].grad)
 

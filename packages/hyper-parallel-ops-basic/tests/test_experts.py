@@ -58,6 +58,23 @@ class TestHistc(Quick):
     )
 
 
+class TestHistogram(Quick):
+    op = torch.histogram
+    samples = (
+        sample(tensor(7, grad=False), 4),
+        sample(tensor(3, 5, grad=False), 3, range=(-1.0, 1.0), weight=tensor(3, 5, grad=False), density=True),
+    )
+
+
+def by_edges(x, edges):
+    return torch.histogram(x.detach(), edges.detach())
+
+
+class TestHistogramByEdges(Quick):
+    op = by_edges
+    samples = (sample(tensor(5, 2), torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)),)
+
+
 class TestBincount(Quick):
     op = torch.bincount
     samples = (

@@ -55,6 +55,10 @@ CASES = {
     "multinomial with replacement": lambda x: (
         torch.multinomial(x.detach().exp(), 7, True) if not sharded(x, 1) else None
     ),
+    "poisson": lambda x: torch.poisson(x.detach().exp()),
+    "binomial": lambda x: torch.binomial(x.detach().abs().mul(9).floor(), x.detach().sigmoid()),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "no native_dropout": lambda x: torch.native_dropout(x, 0.3, False)[0],
     "normal_": filled("normal_", 1.0, 2.0),
     "uniform_": filled("uniform_", -1.0, 2.0),
     "exponential_": filled("exponential_"),
@@ -111,6 +115,27 @@ def compare(name):
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_device(ranks, name):
     ranks(4, compare, name)
+
+
+@pytest.mark.ranks(4)
+def test_slopes_of_rrelu_are_the_same_for_any_layout():
+    """Not those of one device, whose kernels draw for negative elements only."""
+    value = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = []
+    for layout in layouts():
+        x = make(value, layout.mesh, layout).detach().requires_grad_()
+        manual_seed(SEED)
+        out = F.rrelu(x, 0.2, 0.4, training=True)
+        out.backward(torch.ones_like(out))
+        slopes = x.grad.full_tensor()
+        torch.testing.assert_close(out.detach().full_tensor(), value * slopes)
+        results.append(slopes)
+        assert torch.equal(slopes, results[0])
+    assert bool((results[0][value > 0] == 1).all())
+    negative = results[0][value < 0]
+    assert 0.2 <= float(negative.min()) < float(negative.max()) <= 0.4
+    x = make(value, mesh_of((4,)), [Shard(0)])
+    torch.testing.assert_close(F.rrelu(x, inplace=True).full_tensor(), F.rrelu(value))
 
 
 @pytest.mark.ranks(4)

@@ -27,6 +27,7 @@ class Composed(FunctionOp):
 
     Args:
         module: where the function of the op's (last) name is found.
+        says: what the table of operators says, where that is more than "as its parts".
     """
 
     summary = OpSummary(
@@ -35,9 +36,11 @@ class Composed(FunctionOp):
         communicates="that of its parts",
     )
 
-    def __init__(self, op_name: str, *, module: str) -> None:
+    def __init__(self, op_name: str, *, module: str, **says: str) -> None:
         super().__init__(op_name)
         self.module = module
+        if says:
+            self.summary = OpSummary(**says)
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         composition = getattr(importlib.import_module(self.module), self.op_name.rpartition(".")[2])

@@ -6,6 +6,7 @@ with shards wherever its parts keep them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import string
 from collections.abc import Sequence
@@ -61,6 +62,37 @@ def _trapezoids(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
     if x.ndim == 1:
         steps = steps.reshape([-1 if d == dim % y.ndim else 1 for d in range(y.ndim)])
     return pairs * steps
+
+
+def gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> tuple[Tensor, ...]:
+    dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    several = isinstance(spacing, (tuple, list))
+    return tuple(
+        _slopes(input, spacing[i] if several else spacing, d % input.ndim, edge_order) for i, d in enumerate(dims)
+    )
+
+
+def _slopes(x: Tensor, spacing: Any, dim: int, edge_order: int) -> Tensor:
+    """Slope at each position of a dim: through its neighbours inside, and at either end through the nearest ones."""
+    n = x.shape[dim]
+
+    def along(t: Tensor, start: int, count: int) -> Tensor:
+        return t.narrow(dim, start, count)
+
+    if isinstance(spacing, Tensor) and spacing.ndim:
+        steps = diff(spacing).reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+    else:
+        steps = x.new_ones([n - 1 if d == dim else 1 for d in range(x.ndim)]) * spacing
+    slopes = (along(x, 1, n - 1) - along(x, 0, n - 1)) / steps  # between neighbours
+    before, after = along(steps, 0, n - 2), along(steps, 1, n - 2)
+    left, right = along(slopes, 0, n - 2), along(slopes, 1, n - 2)
+    inside = (left * after + right * before) / (before + after)
+    first, last = along(slopes, 0, 1), along(slopes, n - 2, 1)
+    if edge_order == 2:  # the line through the slopes at half steps, extended to the ends
+        bent, unbent = (right - left) / (before + after), n - 3
+        first = first - along(bent, 0, 1) * along(steps, 0, 1)
+        last = last + along(bent, unbent, 1) * along(steps, n - 2, 1)
+    return torch.cat([first, inside, last], dim)
 
 
 # -- diagonals -----------------------------------------------------------------------------------------------------
@@ -164,6 +196,24 @@ def __rmatmul__(self: Tensor, other: Tensor) -> Tensor:
     return torch.matmul(other, self)
 
 
+def narrow_copy(input: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return input.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def fftshift(input: Tensor, dim: Any = None) -> Tensor:
+    dims = _dims_of(input, dim)
+    return input.roll([input.shape[d] // 2 for d in dims], dims)
+
+
+def ifftshift(input: Tensor, dim: Any = None) -> Tensor:
+    dims = _dims_of(input, dim)
+    return input.roll([-(input.shape[d] // 2) for d in dims], dims)
+
+
+def _dims_of(input: Tensor, dim: Any) -> list[int]:
+    return list(range(input.ndim)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+
+
 # -- elements by flat or broadcast index -----------------------------------------------------------------------------
 
 
@@ -199,6 +249,17 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     wanted = [indices.shape[d] if d == dim else n for d, n in enumerate(sizes)]
     indices = torch.where(indices < 0, indices + input.shape[dim], indices)
     return input.expand(whole).gather(dim, indices.expand(wanted))
+
+
+def nonzero_static(input: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
+    found = input.nonzero()[:size]
+    return F.pad(found, (0, 0, 0, size - len(found)), value=fill_value)
+
+
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    chosen = torch.tensor(list(choose(range(len(input)), r)), dtype=torch.int64, device=input.device)
+    return input[plain_like(input, chosen.reshape(-1, r))]
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -277,11 +338,41 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     return out if bias is None else out + bias
 
 
+def vander(x: Tensor, N: int | None = None) -> Tensor:
+    powers = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    return x.unsqueeze(-1) ** plain_like(x, powers)
+
+
+def tensorinv(A: Tensor, ind: int = 2) -> Tensor:
+    rows, columns = A.shape[:ind], A.shape[ind:]
+    return torch.linalg.inv(A.reshape(math.prod(rows), math.prod(columns))).reshape(*columns, *rows)
+
+
+def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+    if dims is not None:
+        A = A.movedim(list(dims), list(range(A.ndim - len(dims), A.ndim)))
+    unknown = A.shape[B.ndim :]
+    return torch.linalg.solve(A.reshape(B.numel(), math.prod(unknown)), B.reshape(-1)).reshape(unknown)
+
+
 # -- joining and spreading -------------------------------------------------------------------------------------------
 
 
 def dstack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.atleast_3d(t) for t in tensors], 2)
+
+
+def pad_sequence(
+    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> Tensor:
+    longest = max(len(t) for t in sequences)
+    padded = []
+    for tensor in sequences:
+        room = (0, 0) * (tensor.ndim - 1)
+        missing = longest - len(tensor)
+        sides = (0, missing) if padding_side == "right" else (missing, 0)
+        padded.append(F.pad(tensor, (*room, *sides), value=padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
 
 
 def column_stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -58,6 +58,65 @@ class Histogram(StrategyOp):
         return local
 
 
+def histogram_of(input: torch.Tensor, bins: Any, range: tuple[float, float] | None, weight: torch.Tensor | None) -> Any:
+    """``torch.histogram`` whose range, or edges, are given."""
+    options: dict[str, Any] = {} if range is None else {"range": range}
+    return torch.histogram(input, bins, weight=weight, **options)
+
+
+class HistogramWithEdges(FunctionOp):
+    """``histogram(input, bins, range=..., weight=..., density=False)``: counts and the edges of the bins.
+
+    Without a range it is that of the whole tensor, which all ranks read.
+    """
+
+    summary = OpSummary(
+        "every dim, weights alike; leaves a pending sum, and whole edges",
+        communicates="none; without a range 2 all-reduces of one number; with density 1 of the counts",
+    )
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        input, bins, given, weight, density = _histogram_arguments(*args, **kwargs)
+        if isinstance(bins, int) and given is None and input.numel():
+            lowest, highest = input.aminmax()
+            given = (float(lowest), float(highest))
+        counts, edges = dispatch(histogram_of, (input, bins, given, weight), {})
+        if density:
+            counts = counts / (counts.sum() * edges.diff())
+        return torch.return_types.histogram((counts, edges))
+
+
+def _histogram_arguments(
+    input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False
+) -> tuple[Any, ...]:
+    return input, bins, None if range is None else tuple(range), weight, density
+
+
+class HistogramOf(StrategyOp):
+    """:func:`histogram_of`."""
+
+    summary = OpSummary(
+        "every dim, weights alike; leaves a pending sum, and whole edges", pending="passes through the weights"
+    )
+
+    signature = "input, bins, range, weight"
+    floats_matter = True
+
+    def num_outputs(self, call: Call) -> int:
+        return 2
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
+        bins = call.arg("bins")
+        edges = bins + 1 if isinstance(bins, int) else call.spec("bins").shape[0]
+        return [(edges - 1,), (edges,)]
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        for d in range(len(call.spec("input").shape)):
+            yield Strategy({"input": S(d), "weight": S(d)}, [P, R])
+        if call.index("weight") is not None:
+            yield Strategy({"weight": P}, [P, R])
+
+
 def bincount_of(ids: torch.Tensor, weights: torch.Tensor | None, bins: int) -> torch.Tensor:
     """``torch.bincount`` of ids that are all below ``bins``."""
     return torch.bincount(ids, weights, bins)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.whole_dims import WholeDims
+from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
+from hyper_parallel.structures import tensors_of
 
 
 class OfMatrices(StrategyOp):
@@ -23,6 +26,7 @@ class OfMatrices(StrategyOp):
     Args:
         outputs: number of outputs, all with the same batch dims.
         vector: whether a second argument with one dim less is a batch of vectors (``linalg.solve``).
+        ranks: dims of each tensor argument beside the batch; those not named have 2.
     """
 
     summary = OpSummary(
@@ -30,20 +34,39 @@ class OfMatrices(StrategyOp):
         whole="the matrices: every element of the result depends on all of theirs",
     )
 
-    def __init__(self, op_name: str, *, outputs: int = 1, vector: bool = False) -> None:
+    def __init__(self, op_name: str, *, outputs: int = 1, vector: bool = False, ranks: Sequence[int] = ()) -> None:
         super().__init__(op_name)
-        self.outputs, self.vector = outputs, vector
+        self.outputs, self.vector, self.ranks = outputs, vector, ranks
 
     def num_outputs(self, call: Call) -> int:
         return self.outputs
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        shapes = [tuple(spec.shape) for spec in call.inputs]
-        vectors = self.vector and len(shapes) > 1 and len(shapes[1]) == len(shapes[0]) - 1
-        batches = [s[: len(s) - (1 if vectors and i == 1 else 2)] for i, s in enumerate(shapes)]
+        batches = self.batches(call)
         batch = broadcast_shape(batches)
         for d in range(len(batch)):
             yield Strategy([shard_if_full(b, d, batch) for b in batches], S(d))
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        if self.outputs > 1 or not any(axes for target in targets for axes in target.shard_order):
+            return None
+        func = call.func
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = func(*args, **kwargs)
+            # Of no matrices some kernels give no gradient, which other ranks wait for.
+            return out if out.numel() else zeros_from(out.shape, *tensors_of((args, kwargs)))
+
+        return local
+
+    def batches(self, call: Call) -> list[tuple[int, ...]]:
+        """The batch dims of each tensor."""
+        shapes = [tuple(spec.shape) for spec in call.inputs]
+        vectors = self.vector and len(shapes) > 1 and len(shapes[1]) in (1, len(shapes[0]) - 1)
+        ranks = (1 if vectors and i == 1 else r for i, r in enumerate([*self.ranks, *[2] * len(shapes)]))
+        return [shape[: len(shape) - rank] for shape, rank in zip(shapes, ranks, strict=False)]
 
 
 class MatrixValues(WholeDims):

@@ -181,3 +181,28 @@ class CDist(StrategyOp):
             return torch.linalg.vector_norm(over.gather(mine), p, 0)
 
         return local
+
+
+class PDist(StrategyOp):
+    """``pdist(input, p)``: ``[N, M]`` to the distances of all pairs of rows; features as in :class:`CDist`."""
+
+    summary = OpSummary(
+        "features",
+        communicates="sharded features: 1 all-gather of the distances | slice",
+        whole="the rows: each of them meets every other",
+    )
+
+    signature = "input, p=2.0"
+    floats_matter = True
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        yield Strategy([S(1)], R)
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        over = OverAxes(targets[0], [1])
+        if not over:
+            return None
+        func, p = call.func, float(call.arg("p", 2.0))
+        return lambda x, *args, **kwargs: torch.linalg.vector_norm(over.gather(func(x, p)), p, 0)

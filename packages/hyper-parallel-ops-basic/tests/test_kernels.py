@@ -1,0 +1,115 @@
+"""Kernels by the names under which PyTorch's layers call them, and operators of torch.ops.aten."""
+
+import pytest
+import torch
+
+from hyper_parallel import DTensor, Shard
+from hyper_parallel.testing import OpConformance, make, mesh_of, sample, tensor
+
+aten = torch.ops.aten
+MATRIX, IMAGES = tensor(5, 6), tensor(3, 4, 5, 2)
+
+
+class Few(OpConformance):
+    meshes = ((4,), (2, 2))
+    max_layouts = 6
+
+
+def softmaxes(x):
+    return torch._softmax(x, 1, False), torch._log_softmax(x, -1, False), aten._softmax.default(x, 0, False)
+
+
+class TestSoftmax(Few):
+    op = softmaxes
+    samples = (sample(MATRIX),)
+
+
+class TestLayerNorm(Few):
+    op = torch.native_layer_norm
+    samples = (sample(MATRIX, (6,), tensor(6), tensor(6), 1e-5),)
+
+
+def group_normed(x, weight, bias):
+    out, mean, scale = torch.native_group_norm(x, weight, bias, 3, 4, 10, 2, 1e-5)
+    return out, mean.detach(), scale.detach()
+
+
+class TestGroupNorm(Few):
+    op = group_normed
+    samples = (sample(IMAGES, tensor(4), tensor(4)),)
+
+
+class TestBatchNorm(Few):
+    op = torch.native_batch_norm
+    samples = (sample(IMAGES, tensor(4), tensor(4), None, None, True, 0.1, 1e-5),)
+
+
+def other_orders(x, weight, bias, ids, table):
+    normed = torch.batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5, False)
+    each = torch.instance_norm(x, weight, bias, None, None, True, 0.1, 1e-5, False)
+    return normed, each, torch.embedding(table, ids), aten.embedding.default(table, ids, 1)
+
+
+class TestArgumentsInAnotherOrder(Few):
+    op = other_orders
+    samples = (sample(IMAGES, tensor(4), tensor(4), tensor(3, 2, dtype=torch.int64), tensor(5, 2)),)
+
+
+class TestConvolution(Few):
+    op = torch.convolution
+    samples = (
+        sample(IMAGES, tensor(6, 4, 2, 1), tensor(6), [1, 1], [1, 0], [1, 1], False, [0, 0], 1),
+        sample(IMAGES, tensor(4, 3, 2, 2), None, [2, 1], [0, 0], [1, 1], True, [0, 0], 1),
+    )
+
+
+def by_aten(x, y, ids):
+    return (
+        aten.add.Tensor(x, y, alpha=2),
+        aten.mul.Scalar(x, 3),
+        aten.sum.dim_IntList(x, [0], True),
+        aten.mean.dim(x, [1]),
+        aten.mm.default(x, aten.t.default(y)),
+        aten.view.default(x, [5, 2, 3]),
+        aten.slice.Tensor(x, 1, 1, 5, 2),
+        aten.select.int(x, 0, 2),
+        aten.index.Tensor(x, [None, ids]),
+        aten.silu.default(x),
+        aten.gelu.default(x, approximate="tanh"),
+        aten.leaky_relu.default(x, 0.2),
+        aten.linalg_vector_norm.default(x, 2, [1]),
+        aten.special_entr.default(aten.abs.default(x)),
+        aten.split.Tensor(x, 2)[1],
+        aten.alias.default(x),
+        aten._to_copy.default(x, dtype=torch.float32),
+        aten.cat.default([x, y], 1),
+    )
+
+
+class TestOperatorsOfAten(Few):
+    op = by_aten
+    samples = (sample(MATRIX, MATRIX, torch.tensor([3, 0])),)
+
+
+@pytest.mark.ranks(4)
+def test_aten_forms_that_write_do_so_in_place():
+    x = make(torch.ones(5, 3), mesh_of((4,)), [Shard(0)])
+    for write in (aten.add_.Tensor, aten.mul_.Scalar, aten.silu_.default):
+        assert write(x, *([2] if write is not aten.silu_.default else [])) is x
+    want = torch.nn.functional.silu(torch.full((5, 3), 6.0))
+    torch.testing.assert_close(x.full_tensor(), want)
+    out = torch.empty_like(x)
+    assert aten.add.out(x, x, out=out) is out
+    torch.testing.assert_close(out.full_tensor(), 2 * want)
+
+
+@pytest.mark.ranks(4)
+def test_functions_of_the_tensor_itself_by_any_name():
+    x = make(torch.ones(5, 3), mesh_of((4,)), [Shard(0)], requires_grad=True)
+    for detached in (torch.detach(x), torch.Tensor.detach(x), aten.detach.default(x)):
+        assert isinstance(detached, DTensor)
+        assert not detached.requires_grad
+    assert aten._local_scalar_dense.default(aten.sum.default(x)) == 15
+    torch._assert_async((x > 0).all())
+    with pytest.raises(RuntimeError, match="all positive"):
+        torch._assert_async((x < 0).all(), "all positive")
