@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hyper_parallel import (
     SequenceParallel,
     Shard,
     distribute_tensor,
+    implicit_replication,
     init_device_mesh,
     parallelize_module,
 )
@@ -155,6 +157,15 @@ def test_transformers_checkpointing_and_generation(sequence):
     for parameter, single in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), single.grad, rtol=1e-4, atol=1e-6)
     model.eval().gradient_checkpointing_disable()
-    settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
-    found, want = model.generate(ids, **settings), twin.eval().generate(ids, **settings)
-    assert found.tolist() == want.tolist()
+    twin.eval()
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    padded = {"attention_mask": mask, "pad_token_id": 0}
+    ways = {"greedy": {"do_sample": False}, "sampling": {"do_sample": True, "top_k": 20}, "beams": {"num_beams": 2}}
+    for way, settings in ways.items():
+        results = []
+        for one in (model, twin):
+            torch.manual_seed(1)
+            with implicit_replication() if way == "beams" else nullcontext():
+                results.append(one.generate(ids, max_new_tokens=6, **padded, **settings).tolist())
+        assert results[0] == results[1], way
