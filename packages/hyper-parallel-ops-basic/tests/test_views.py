@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyper_parallel import CommTrace, Shard, distribute_tensor
+from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 
@@ -24,6 +24,10 @@ class TestView(Views):
         sample(tensor(6, 4), 4, 6),
         sample(tensor(5, 3), 1, 5, 1, 3),
         sample(tensor(0, 4), 4, 0),
+        sample(tensor(2, 0, 3), 2, 5, 0),
+        sample(tensor(1, 6), 6),
+        sample(tensor(6, 1), 1, 3, 2),
+        sample(torch.ones(1, 5, dtype=torch.bool), 5),
         sample(tensor(1), ()),
     )
 
@@ -51,12 +55,18 @@ class TestUnflatten(Views):
 
 class TestSqueeze(Views):
     op = torch.squeeze
-    samples = (sample(tensor(1, 5, 1)), sample(tensor(1, 5, 1), 0), sample(tensor(5, 3), 1))
+    samples = (
+        sample(tensor(1, 5, 1)),
+        sample(tensor(1, 5, 1), 0),
+        sample(tensor(1, 5), (0, 1)),
+        sample(tensor(5, 3), 1),
+        sample(torch.tensor([[True, False]]), 0),
+    )
 
 
 class TestUnsqueeze(Views):
     op = torch.unsqueeze
-    samples = (sample(tensor(5, 3), 0), sample(tensor(5, 3), -1))
+    samples = (sample(tensor(5, 3), 0), sample(tensor(5, 3), -1), sample(tensor(1), 0), sample(tensor(2, 0), 1))
 
 
 class TestTranspose(Views):
@@ -76,7 +86,12 @@ class TestMovedim(Views):
 
 class TestExpand(Views):
     op = torch.Tensor.expand
-    samples = (sample(tensor(5, 1), 5, 4), sample(tensor(3), 2, 3), sample(tensor(5, 1), -1, 3))
+    samples = (
+        sample(tensor(5, 1), 5, 4),
+        sample(tensor(3), 2, 3),
+        sample(tensor(5, 1), -1, 3),
+        sample(tensor(1), 2, 1),
+    )
 
 
 class TestExpandAs(Views):
@@ -104,6 +119,40 @@ def test_sharded_heads_survive_a_norm_over_all_of_them():
     assert trace.counts == {}
     assert out.placements == (Shard(0), Shard(2))
     torch.testing.assert_close(out.full_tensor(), x.reshape(4, 3, 8))
+
+
+ONES = {
+    "squeeze": lambda x: x.squeeze(0),
+    "view": lambda x: x.view(-1),
+    "flatten": lambda x: x.flatten(),
+    "reshape": lambda x: x.reshape(2, 3),
+    "expand": lambda x: x.expand(4, 6),
+    "broadcast_to": lambda x: x.broadcast_to(2, 4, 6),
+    "select": lambda x: x[0],
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ONES)
+@pytest.mark.parametrize(
+    "placements", [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1))], ids=str
+)
+def test_a_sharded_dim_of_size_1_that_vanishes_or_grows_communicates_nothing(name, placements):
+    """One rank has the elements: the value of a pending sum. As a lookup along a sharded dim, it is reduced when it is
+    used."""
+    value = torch.randn(1, 6)
+    plain, x = value.clone().requires_grad_(), distribute_tensor(value, mesh_of((2, 2)), placements).requires_grad_()
+    weight = distribute_tensor(torch.ones(()), mesh_of((2, 2)), [Replicate()] * 2)
+    with CommTrace() as trace:
+        out = ONES[name](x)
+        loss = (out * weight).sum()
+        loss.backward()
+    assert not trace.counts
+    assert [isinstance(p, Partial) for p in out.placements] == [p == Shard(0) for p in placements]
+    want = ONES[name](plain)
+    want.sum().backward()
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
 @pytest.mark.ranks(4)

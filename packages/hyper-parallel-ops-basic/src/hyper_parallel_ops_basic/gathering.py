@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call
-from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.families.held_indices import HeldIndices, pending_lookup
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .exchanging import Exchange, any_packed
 from .lookup import Lookup
@@ -26,11 +26,6 @@ def pending_of(call: Call, name: str) -> list[Partial]:
     """The kinds of pending reduction of an input."""
     found = {p for p in call.spec(name).layout.placements if isinstance(p, Partial)}
     return sorted(found, key=lambda p: p.reduce_op)
-
-
-def pending_lookup(dtype: torch.dtype) -> Partial:
-    """What a lookup leaves when each rank has zeros (False) for what others hold."""
-    return Partial("max") if dtype is torch.bool else P
 
 
 class IndexSelect(StrategyOp):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Solution, normal_dim
-from hyper_parallel.families.held_indices import HeldIndices, one_row_more
+from hyper_parallel.families.held_indices import HeldIndices, one_row_more, pending_lookup
 from hyper_parallel.families.moving import Move, plain
 from hyper_parallel.families.ranges import keep_range
 from hyper_parallel.layout import Layout
@@ -26,7 +26,6 @@ from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec, m
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 from .exchanging import Exchange
-from .gathering import pending_lookup
 from .index_arguments import Index, Item
 from .picking import Picked
 

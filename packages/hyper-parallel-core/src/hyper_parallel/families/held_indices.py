@@ -8,6 +8,7 @@ import torch
 
 from hyper_parallel.boxes import Intervals, dim_intervals
 from hyper_parallel.layout import Layout
+from hyper_parallel.placements import Partial
 
 
 class HeldIndices:
@@ -87,3 +88,8 @@ def one_row_more(x: torch.Tensor, dim: int) -> torch.Tensor:
     row = list(x.shape)
     row[dim] = 1
     return torch.cat([x, x.new_zeros(row)], dim)
+
+
+def pending_lookup(dtype: torch.dtype) -> Partial:
+    """What is pending when the rank that holds an element has its value, and the others have zeros (False)."""
+    return Partial("max") if dtype is torch.bool else Partial()
