@@ -84,6 +84,19 @@ def test_gradients_pass_every_transition(shape):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("target", [Replicate(), Shard(1), Partial()], ids=str)
+def test_what_a_transposed_tensor_became_is_written_to(target):
+    value = whole(4, 5).t().contiguous().t()
+    x = make(value, mesh_of((4,)), [Shard(0)], requires_grad=True)
+    moved = x.redistribute(placements=[target])
+    moved.mul_(3)
+    moved.square().sum().backward()
+    assert moved.stride() == value.stride()
+    assert torch.equal(moved.detach().full_tensor(), 3 * value)
+    assert torch.equal(x.grad.full_tensor(), 18 * value)
+
+
+@pytest.mark.ranks(4)
 def test_a_gathered_tensor_for_different_work_scatters_its_gradient():
     x = make(whole(8, 3), mesh_of((4,)), [Shard(0)], requires_grad=True)
     with CommTrace() as trace:

@@ -366,7 +366,7 @@ def test_a_view_that_had_to_be_redistributed_is_known_as_a_copy_each_time():
             flat = x.view(6)
         torch.testing.assert_close(flat.full_tensor(), torch.arange(6.0))
         with pytest.raises(RuntimeError, match="redistributed copy"):
-            flat.add_(1.0)
+            x.add_(1.0)
         del flat
 
 

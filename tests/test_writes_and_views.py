@@ -169,6 +169,133 @@ def test_a_write_to_a_slice_reaches_the_tensor_wherever_its_elements_are(placeme
     torch.testing.assert_close(dv.grad.full_tensor(), v.grad)
 
 
+ROW_WRITES = {
+    "fill_": lambda row: row.fill_(7),
+    "[...] =": lambda row: row.__setitem__(..., 7.0),
+    "copy_": lambda row: row.copy_(row.detach() * 2),
+    "through a view": lambda row: row.view(3, 1)[1:].fill_(7),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ROW_WRITES)
+@pytest.mark.parametrize("placements", [(Shard(0), R), (Shard(0), Shard(0)), (R, Shard(1))], ids=str)
+def test_a_write_to_a_row_shows_in_the_row_and_in_the_tensor(name, placements):
+    x = leaf(5, 3)
+    dx = spread(x, *placements, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    for get in (lambda y: y.select(0, 3), lambda y: y[3], lambda y: y.narrow(0, 3, 1)[0]):
+        (whole, want), (base, row) = ((y, get(y)) for y in (x * 1, dx * 1))
+        ROW_WRITES[name](want)
+        ROW_WRITES[name](row)
+        torch.testing.assert_close(row.detach().full_tensor(), want.detach())
+        torch.testing.assert_close(base.detach().full_tensor(), whole.detach())
+
+
+VIEWS = {  # of a tensor of (6, 4): functions that take a view to write to
+    "split": lambda x: x.split(2)[1],
+    "split_with_sizes": lambda x: x.split_with_sizes([1, 5])[0],
+    "chunk": lambda x: x.chunk(4, 1)[2],
+    "tensor_split": lambda x: x.tensor_split((2, 5))[1],
+    "vsplit": lambda x: x.vsplit(3)[2],
+    "unbind": lambda x: x.unbind(1)[3],
+    "unbind(-2)": lambda x: x.unbind(-2)[5],
+    "view": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(8, 3)[2:],
+    "flatten": lambda x: x.flatten()[3],
+    "unflatten": lambda x: x.unflatten(0, (3, 2))[:, 1],
+    "view of one row": lambda x: x.narrow(0, 5, 1).view(2, 2),
+    "squeeze": lambda x: x.narrow(1, 2, 1).squeeze(1),
+    "narrow": lambda x: x.narrow(0, 1, 3),
+    "select": lambda x: x.select(-1, 1),
+    "[]": lambda x: x[-2, 1:3],
+    "transpose": lambda x: x.transpose(0, 1)[1],
+    "diagonal": lambda x: x.diagonal(),
+    "diagonal(-1)": lambda x: x.diagonal(-1, 1, 0),
+    "linalg.diagonal": lambda x: torch.linalg.diagonal(x.unflatten(0, (2, 3)), offset=1),
+    "view_as_complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(6, 2, 2)))[..., 1],
+    "chained": lambda x: x.t()[1:].flatten()[4:10].view(2, 3)[1],
+}
+PLACEMENTS = [(Shard(0), R), (R, Shard(1)), (Shard(0), Shard(0)), (Shard(1), Shard(0))]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_write_to_a_view_reaches_the_tensor_wherever_its_elements_are(name, placements):
+    x = leaf(6, 4).detach()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with redistribute_policy("auto"):
+        for write in (lambda view: view.mul_(3), lambda view: view.fill_(7), lambda view: view.copy_(view * 2)):
+            want, got = x.clone(), spread(x, *placements, mesh=mesh).clone()
+            with torch.no_grad():  # as PyTorch refuses writes to pieces of split and unbind otherwise
+                shown, view = VIEWS[name](want), VIEWS[name](got)
+                write(shown)
+                write(view)
+            torch.testing.assert_close(got.full_tensor(), want)
+            torch.testing.assert_close(view.full_tensor(), shown)
+            assert got.placements == placements
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["tensor_split", "view", "reshape", "squeeze", "diagonal", "chained"])
+def test_gradients_pass_a_write_to_a_copy(name):
+    plain = leaf(6, 4)
+    x = spread(plain, Shard(0))
+    with redistribute_policy("auto"):
+        for leaves in (plain, x):
+            hidden = leaves * 2
+            VIEWS[name](hidden).mul_(3)
+            hidden.square().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), R])
+def test_all_pieces_of_a_tensor_are_written_one_after_the_other(placement):
+    plain = leaf(6, 4).detach()
+    x, want = spread(plain, placement).clone(), plain.clone()
+    for tensor in (x, want):
+        for at, row in enumerate(tensor.unbind()):
+            row.mul_(at)
+        del row  # it would not change with the next writes
+        for at, piece in enumerate(tensor.tensor_split(4)):
+            piece.add_(at)
+    torch.testing.assert_close(x.full_tensor(), want)
+
+
+@pytest.mark.ranks(4)
+def test_what_would_change_with_a_write_and_does_not_refuses_it():
+    x = spread(leaf(6, 4).detach(), Shard(0)).clone()
+    row, windows, wide = x[2], x.unfold(0, 2, 2), x.narrow(0, 3, 1).expand(2, 4)
+    for write in (lambda: x.mul_(2), lambda: x[1].mul_(2), lambda: x.t().mul_(2)):
+        with pytest.raises(RuntimeError, match="redistributed copy"):
+            write()
+    del row, wide
+    with pytest.raises(RuntimeError, match=r"result of unfold\(\).* write would be lost"):
+        windows.mul_(2)
+    with pytest.raises(RuntimeError, match="would be lost"):
+        windows[1].mul_(2)
+    del windows
+    x.mul_(2)
+    torch.testing.assert_close(x.full_tensor(), 2 * leaf(6, 4).detach())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), R])
+def test_pieces_of_tensor_split_are_written_while_gradients_are_on(placement):
+    """PyTorch makes them one by one; it refuses writes to those of ``split``."""
+    x = leaf(8, 4)
+    dx = spread(x, placement)
+    for base in (whole := x * 1, placed := dx * 1):
+        base.tensor_split(4)[1].mul_(3)
+    torch.testing.assert_close(placed.detach().full_tensor(), whole.detach())
+    (whole**2).sum().backward()
+    (placed**2).sum().backward()
+    torch.testing.assert_close(dx.grad.full_tensor(), x.grad)
+    with pytest.raises(RuntimeError, match="multiple views"):
+        (dx * 1).split(2)[1].mul_(3)
+
+
 @pytest.mark.ranks(4)
 def test_a_row_of_a_sharded_parameter_is_written_in_place():
     weight = spread(torch.ones(5, 2), Shard(0)).requires_grad_()

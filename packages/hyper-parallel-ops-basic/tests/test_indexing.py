@@ -180,15 +180,15 @@ def test_views_of_a_sharded_tensor_are_views():
 
 
 @pytest.mark.ranks(4)
-def test_a_write_to_a_copy_raises_where_it_cannot_be_carried_to_the_tensor():
+def test_a_write_to_the_tensor_raises_while_a_copy_of_a_part_lives():
     x = spread(torch.zeros(8, 3), Shard(0))
     copies = (lambda: x[:3], lambda: x[5], lambda: x.split([3, 5])[0], lambda: x.unbind()[1], lambda: x[:3][0])
     for copy in copies:
         part = copy()
-        for target in (part, part[0], x) if copy in copies[2:4] else (x,):
-            with pytest.raises(RuntimeError, match=r"would be lost|would change with it"):
-                target.mul_(2)
-        del part, target
+        with pytest.raises(RuntimeError, match="would change with it"):
+            x.mul_(2)
+        del part
+    x.mul_(2)
 
 
 @pytest.mark.ranks(4)

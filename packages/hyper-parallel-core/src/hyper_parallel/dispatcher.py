@@ -8,6 +8,7 @@ local tensors and the specs of what comes out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from hyper_parallel.in_place import (
     before_write,
     form_of,
     holds_any_value,
-    note_base,
     reduce_in_place,
     run_inplace,
     write,
@@ -36,6 +36,7 @@ from hyper_parallel.metadata import handler_of
 from hyper_parallel.op import DistributedOp, FunctionOp
 from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
 from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
+from hyper_parallel.shared_memory import note_copies, note_view
 from hyper_parallel.strategy import LayoutOp
 from hyper_parallel.structures import tensors_of
 from hyper_parallel.three_phases import ThreePhaseRule
@@ -165,10 +166,14 @@ def _run(
         result = new_wrapper(DTensor, out, spec, out.requires_grad)
         result._pending = None if grad else Marks.now
     if plan.is_view:
-        is_copy = copied or plan.copies
-        region = rule.op.region(args, kwargs or {}) if is_copy else None  # type: ignore[attr-defined]
-        for view in result if spec is None else (result,):
-            note_base(view, source, rule.name if is_copy else None, region)
+        views = result if spec is None else (result,)
+        if copied or plan.copies:
+            op: Any = rule.op
+            given = rule.func, (source, *args[1:]), kwargs or {}
+            note_copies(views, source, rule.name, partial(op.carry_write, *given) if op.carries_writes else None)
+        else:
+            for view in views:
+                note_view(view, source)
     return result
 
 

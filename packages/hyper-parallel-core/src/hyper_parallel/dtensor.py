@@ -54,11 +54,12 @@ class DTensor(Wrapper):
     # The DTensor of which this one is a view, and the views of this one.
     _base_dtensor: Any = None
     _views: list[weakref.ref[DTensor]] = []  # noqa: RUF012 - replaced by a list of its own before it grows
-    # Name of the view function whose result this is although it is a redistributed copy. Such a tensor is not written
-    # to, unless it is known which region of which tensor it shows: that is written too then.
+    # Name of the view function whose result this is although it is a redistributed copy; of which tensor; the results
+    # of the same call; and what writes it to the part of that tensor that it shows (see shared_memory).
     _copied_by: str | None = None
     _copy_of: DTensor | None = None
-    _region: tuple[DTensor, Any] | None = None
+    _siblings: object = None
+    _shows: Any = None
     # The redistributed copies that were taken where one device has views of this tensor.
     _copies: Sequence[weakref.ref[DTensor]] = ()
     # The DTensor whose ``.data`` this is.
@@ -351,9 +352,9 @@ class DTensor(Wrapper):
     def _shared(self, other: DTensor) -> DTensor:
         """``other``, which shares this tensor's memory; noted as a view where an in-place operator would part them."""
         if has_other_reductions(self._spec.layout):
-            from hyper_parallel.in_place import note_base
+            from hyper_parallel.shared_memory import note_view
 
-            note_base(other, self, None)
+            note_view(other, self)
         return other
 
     def forget_forms(self) -> None:

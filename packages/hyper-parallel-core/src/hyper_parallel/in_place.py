@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel import autograd_bridge
-from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Replicate, is_partial
 from hyper_parallel.plan import Plan, finish
 from hyper_parallel.redistribute import transition
+from hyper_parallel.shared_memory import carry, refuse_lost_write, root_of
 from hyper_parallel.spec import dual
 from hyper_parallel.transition import plan_transition
 
@@ -37,43 +36,8 @@ def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kw
         _flag_varying(target, spec.varying)
     if local_args[0].requires_grad and not before:
         autograd_bridge.set_wrapper_requires_grad(target, True)
-    _carry_to_source(_root(target))
+    carry(root_of(target))
     return target
-
-
-def _carry_to_source(copy: DTensor) -> None:
-    """Write a redistributed copy to the region that it shows; on one device it is a view of that."""
-    source = copy._copy_of
-    if copy._region is None or source is None:
-        return
-    base, index = copy._region
-    copies, source._copies = source._copies, ()
-    try:
-        with redistribute_policy("auto"):
-            base[index] = copy
-    finally:
-        source._copies = copies
-
-
-def note_base(view: DTensor, base: Any, copied_by: str | None, region: Any = None) -> None:
-    """Whose view a view is; with ``copied_by``, that it is none because its input had to be redistributed, and which
-    ``region`` (an index) of ``base`` it shows."""
-    if copied_by is not None:
-        view._copied_by = copied_by
-        if isinstance(base, DTensor):
-            view._copy_of = _root(base)
-            if region is not None:
-                view._region = (base, region)
-            source: DTensor | None = view._copy_of
-            while source is not None:  # a copy of a copy would on one device be a view of the first tensor too
-                source._copies = [*(other for other in source._copies if other() is not None), weakref.ref(view)]
-                source = source._copy_of
-    elif isinstance(base, DTensor):
-        root = _root(base)
-        view._base_dtensor = root
-        if len(root._views) % 64 == 0:  # a parameter is transposed again and again
-            root._views = [other for other in root._views if other() is not None]
-        root._views.append(weakref.ref(view))
 
 
 def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
@@ -150,23 +114,18 @@ def carry_out(target: DTensor) -> None:
     target.forget_forms()
 
 
-def _root(tensor: DTensor) -> DTensor:
-    """The DTensor of which this one is a view; itself when it is none."""
-    return tensor if tensor._base_dtensor is None else tensor._base_dtensor
-
-
 def before_write(target: DTensor, carried: bool = False, counted: bool = False) -> None:
     """What comes before every in-place write to a DTensor.
 
     Args:
-        carried: whether what is written to a redistributed copy is carried to the tensor that it was taken of, where
-            it is known to which region.
+        carried: whether what is written to a redistributed copy is carried to the tensor that it shows.
         counted: whether the function counts the write on every rank, if it writes at all (dropout without training).
 
     Raises:
         RuntimeError: the target is a redistributed copy where PyTorch would have a view, so the write would be lost.
     """
-    root = _root(target)
+    root = root_of(target)
+    refuse_lost_write(root, carried)
     if root._tracked is not None:  # a write through .data, which the version counter does not see
         root._tracked.forget_forms()
     local = target._resolve()
@@ -177,27 +136,11 @@ def before_write(target: DTensor, carried: bool = False, counted: bool = False) 
     autograd_bridge.before_write(target)
     if root is not target:
         autograd_bridge.before_write(root)
-    is_carried = carried and root._region is not None
-    copies = [*root._copies, *(root._copy_of._copies if is_carried and root._copy_of is not None else ())]
-    for copy in (other() for other in copies):
-        if copy is not None and copy is not root:
-            raise RuntimeError(
-                f"in-place write to a tensor of which {copy._copied_by}() gave a redistributed copy, which on one "
-                "device is a view and would change with it: redistribute the tensor before the view is taken, "
-                "clone() the view, or drop it before the write"
-            )
-    name = root._copied_by
-    if name is not None and not is_carried:
-        raise RuntimeError(
-            f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write "
-            "would be lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy "
-            "is to change"
-        )
 
 
 def _flag_varying(target: DTensor, varying: frozenset[int]) -> None:
     """Views share one local gradient graph, so the whole family turns varying."""
-    root = _root(target)
+    root = root_of(target)
     family = [root, *(view for ref in root._views if (view := ref()) is not None)]
     for tensor in family:
         tensor._spec = tensor._spec.replace(varying=tensor._spec.varying | varying)
@@ -220,7 +163,7 @@ class _VaryInPlace(torch.autograd.Function):
 
 def vary_in_place(target: DTensor, varying: frozenset[int]) -> DTensor:
     """Turn the target of an in-place operator (and the tensor it is a view of) varying."""
-    root = _root(target)
+    root = root_of(target)
     old = root._spec
     if root._resolve().requires_grad:
         layout = old.layout

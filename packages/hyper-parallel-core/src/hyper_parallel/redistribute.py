@@ -68,15 +68,15 @@ class _Transition(torch.autograd.Function):
         ctx.where = comm_trace.user_line() if comm_trace._active else None
         if how.value is not None:
             return how.value.view_as(how.value)
-        return how.run(local, move)
+        return how.run(local, move.plan)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         move, how = ctx.move.back, ctx.how.reverse()
         if comm_trace._active:
             with _described(move, ctx.where, "backward"):
-                return _run(grad, move, how, torch.is_grad_enabled()), None, None
-        return _run(grad, move, how, torch.is_grad_enabled()), None, None
+                return _in_order(grad, move, how, torch.is_grad_enabled()), None, None
+        return _in_order(grad, move, how, torch.is_grad_enabled()), None, None
 
 
 # Function.apply's own checks are for functorch transforms, which do not reach local tensors.
@@ -102,12 +102,7 @@ class How:
     def reverse(self) -> How:
         return PLAIN if self.backward_dtype is None else How(self.backward_dtype, self.forward_dtype)
 
-    def run(self, local: torch.Tensor, move: Move) -> torch.Tensor:
-        if move.order is None:
-            return self._run(local, move.plan)
-        return self._run(local.permute(move.order), move.plan).permute(inverse(move.order))
-
-    def _run(self, local: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def run(self, local: torch.Tensor, plan: Plan) -> torch.Tensor:
         if not plan.steps:
             return local.view_as(local)
         if self.forward_dtype is None and not self.want_pending:
@@ -157,7 +152,17 @@ def moved(local: torch.Tensor, move: Move, how: How = PLAIN) -> torch.Tensor:
 
 
 def _run(local: torch.Tensor, move: Move, how: How, tracked: bool) -> torch.Tensor:
-    return _apply_transition(local, move, how) if tracked else how.run(local, move)
+    if move.order is None:
+        return _in_order(local, move, how, tracked)
+    if how.value is not None:
+        how = How(value=how.value.permute(move.order))
+    # Back here, as a view that an autograd function returns cannot be written to.
+    return _in_order(local.permute(move.order), move, how, tracked).permute(inverse(move.order))
+
+
+def _in_order(local: torch.Tensor, move: Move, how: How, tracked: bool) -> torch.Tensor:
+    """The move of a local tensor whose dims are in the order of memory."""
+    return _apply_transition(local, move, how) if tracked else how.run(local, move.plan)
 
 
 def has_other_reductions(layout: Layout) -> bool:

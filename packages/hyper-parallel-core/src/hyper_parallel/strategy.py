@@ -82,6 +82,7 @@ class LayoutOp(DistributedOp):
             while this is False must read it from the local arguments.
         uncounted: names or positions of tensor inputs read only for dtype, device or shape.
         makes_views: whether the result may share memory with the first input.
+        carries_writes: whether :meth:`carry_write` is defined.
     """
 
     signature: str | None = None
@@ -89,16 +90,20 @@ class LayoutOp(DistributedOp):
     floats_matter: bool = False
     uncounted: Sequence[int | str] = ()
     makes_views: bool = False
+    carries_writes: bool = False
     cache_expand = True
 
     def __init__(self, op_name: str, **params: Any) -> None:
         super().__init__(op_name, **params)
         self.arguments = Signature(self.signature or "")
 
-    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The index of the part of the first argument that the result shows, for an operator whose results are views: a
-        write to a result that is a copy is carried there. None where no index says it; such a write is refused."""
-        return None
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        """Write ``value``, the result number ``position`` of ``func(*args, **kwargs)``, to the part of the first
+        argument that it shows. Called after a write to a result that is a copy where one device has a view, when
+        ``carries_writes`` is true; such a write is refused otherwise."""
+        raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define carry_write")
 
     def solve(self, call: Call) -> Solution:
         """Targets of the inputs and layouts of the outputs.

@@ -51,7 +51,15 @@ class GetItem(StrategyOp):
         """The index in its one general form."""
         return Index(call.args[1], call.inputs[0].shape)
 
-    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    carries_writes = True
+
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        args[0][self.shown(args, kwargs)] = value
+
+    def shown(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The index of what the result shows."""
         return args[1]
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -295,7 +303,7 @@ class Narrow(GetItem):
             raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({shape[dim]}).")
         return Index((slice(None),) * dim + (slice(start, start + length),), shape)
 
-    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def shown(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self.arguments.bind(args, kwargs)
         dim, start, ndim = given["dim"], int(given["start"]), args[0].ndim
         start = start + args[0].shape[dim] if start < 0 else start
@@ -315,6 +323,6 @@ class Select(Narrow):
         assert dim is not None
         return Index((slice(None),) * dim + (int(call.arg("index")),), call.inputs[0].shape)
 
-    def region(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def shown(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self.arguments.bind(args, kwargs)
         return (slice(None),) * normal_dim(given["dim"], args[0].ndim) + (int(given["index"]),)

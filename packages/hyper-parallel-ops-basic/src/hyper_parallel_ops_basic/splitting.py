@@ -8,7 +8,7 @@ sharded anew, all by one all-to-all.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,25 @@ class Split(LayoutOp):
         super().__init__(op_name)
         self.fixed = dim
 
+    carries_writes = True
+
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        target = args[0]
+        dim = self._dim(self.arguments.bind(args, kwargs), target.ndim)
+        pieces = func(torch.empty(target.shape, device="meta"), *args[1:], **kwargs)
+        start = sum(piece.shape[dim] for piece in pieces[:position])
+        shown = slice(start, start + pieces[position].shape[dim])
+        target[(slice(None),) * dim + (shown,)] = value
+
+    def _dim(self, given: Mapping[str, Any], ndim: int) -> int:
+        return normal_dim(given.get("dim", 0) if self.fixed is None else min(self.fixed, ndim - 1), ndim)
+
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
         ndim = len(spec.shape)
-        dim = normal_dim(call.arg("dim", 0) if self.fixed is None else min(self.fixed, ndim - 1), ndim)
+        dim = self._dim(call.bound, ndim)
         lengths = [shape[dim] for shape in call.output_shapes()]
         bounds = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         ranges = [range(a, b) for a, b in bounds]
@@ -65,7 +80,7 @@ class Split(LayoutOp):
         layout, shape = spec.layout, tuple(spec.shape)
         kept = [piece for picked in ranges if (piece := keep_range(layout, shape, dim, picked)) is not None]
         if len(kept) < len(ranges):
-            return self._dealt(layout, shape, dim, ranges)
+            return self._dealt(layout, shape, dim, ranges, call.name)
         outputs = []
         for piece in kept:
             placements = list(layout.placements)
@@ -76,7 +91,7 @@ class Split(LayoutOp):
         return Solution([layout], list(outputs), local, is_view=True)
 
     @staticmethod
-    def _dealt(layout: Layout, shape: tuple[int, ...], dim: int, ranges: list[range]) -> Solution:
+    def _dealt(layout: Layout, shape: tuple[int, ...], dim: int, ranges: list[range], name: str) -> Solution:
         """Each piece sharded anew, all by one all-to-all."""
         output = plain(layout, [dim])
 
@@ -90,22 +105,31 @@ class Split(LayoutOp):
         held = [indices_of(dim_intervals(layout, shape, dim, c)) for c in group.coordinates]
         move = Move(group, held, [torch.cat(parts(c)) for c in group.coordinates])
         sizes = [len(part) for part in parts(layout.info.my_coordinate())]
-        local = lambda x, *args, **kwargs: move(x, dim).split(sizes, dim)  # noqa: E731
-        return Solution([layout], [output] * len(ranges), local, copies=True)
+        cut = _at_once(sizes, dim, name)
+        return Solution([layout], [output] * len(ranges), lambda x, *args, **kwargs: cut(move(x, dim)), copies=True)
 
 
 # Functions whose results PyTorch makes one by one, so that they may be written to while gradients are on.
 _ONE_BY_ONE = ("tensor_split", "hsplit", "vsplit", "dsplit")
 
 
+def _at_once(sizes: list[int], dim: int, name: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """The pieces of these sizes, in one node of the autograd graph, whose backward is one concatenation, where PyTorch
+    has one node too."""
+    if name not in _ONE_BY_ONE:
+        return lambda x: x.split(sizes, dim)
+    stops = itertools.accumulate(sizes)
+    slices = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    return lambda x: _cut(x, slices, dim)
+
+
 def _split_locally(kept: list[Kept], dim: int, name: str) -> Callable[..., Any]:
     slices = [k.local for k in kept]
     filled = [s for s in slices if s.stop > s.start]
     sizes = [s.stop - s.start for s in slices]
-    adjoin = all(a.stop == b.start for a, b in itertools.pairwise(filled)) and (not filled or filled[0].start == 0)
-    if adjoin and name not in _ONE_BY_ONE:
-        # One node of the autograd graph, whose backward is one concatenation.
-        return lambda x, *args, **kwargs: x.split(sizes, dim) if sum(sizes) == x.shape[dim] else _cut(x, slices, dim)
+    if all(a.stop == b.start for a, b in itertools.pairwise(filled)) and (not filled or filled[0].start == 0):
+        cut = _at_once(sizes, dim, name)
+        return lambda x, *args, **kwargs: cut(x) if sum(sizes) == x.shape[dim] else _cut(x, slices, dim)
     return lambda x, *args, **kwargs: _cut(x, slices, dim)
 
 
@@ -126,6 +150,14 @@ class Unbind(LayoutOp):
     makes_views = True
 
     signature = "input, dim=0"
+
+    carries_writes = True
+
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        dim = normal_dim(self.arguments.bind(args, kwargs).get("dim", 0), args[0].ndim)
+        args[0][(slice(None),) * dim + (position,)] = value
 
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]

@@ -82,6 +82,18 @@ class Diagonal(StrategyOp):
         given = call.arg("dim1", self.default[0]), call.arg("dim2", self.default[1])
         return normal_dim(given[0], ndim), normal_dim(given[1], ndim)
 
+    carries_writes = True
+
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        given = self.arguments.bind(args, kwargs)
+        dims = tuple(given.get(name, default) for name, default in zip(("dim1", "dim2"), self.default, strict=True))
+        offset = int(given.get("offset", 0))
+        rows, columns = (list(range(s, s + value.shape[-1])) for s in (max(-offset, 0), max(offset, 0)))
+        if rows:
+            args[0].movedim(dims, (0, 1))[rows, columns] = value.movedim(-1, 0)
+
     def strategies(self, call: Call) -> Iterable[Strategy]:
         dims = self._dims(call)
         for d in range(len(call.inputs[0].shape)):

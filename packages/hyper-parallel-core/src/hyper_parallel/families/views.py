@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ class Reshape(LayoutOp):
     uncounted = (1,)
     makes_views = True
 
+    carries_writes = True
+
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        args[0].copy_(value.reshape(args[0].shape))
+
     def solve(self, call: Call) -> Solution:
         spec = call.inputs[0]
         (new,) = call.output_shapes()
@@ -68,7 +75,7 @@ def _with_ones_held(
     def held(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         for d in vanished:
             x = x if x.shape[d] else one_row_more(x, d)
-        return local(x)
+        return local(x.clone())  # where there are elements too, so that a write is one to a copy on every rank
 
     return Solution(
         [target, *(spec.layout for spec in call.inputs[1:])],
@@ -214,6 +221,13 @@ class Complex(LayoutOp):
     )
 
     makes_views = True
+
+    carries_writes = True
+
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        args[0].copy_(torch.view_as_real(value))  # view_as_real is a view always
 
     def solve(self, call: Call) -> Solution:
         layout, ndim = call.inputs[0].layout, len(call.inputs[0].shape)

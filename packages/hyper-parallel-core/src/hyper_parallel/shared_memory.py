@@ -1,0 +1,100 @@
+"""Results that share memory with another tensor on one device: views here too, or redistributed copies.
+
+A copy is written to all the same: what was written is carried to the tensor that it shows. While a copy lives nothing
+else may write to that tensor, as the copy would not change with it. Where neither holds the write is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hyper_parallel.context import redistribute_policy
+from hyper_parallel.dtensor import DTensor
+
+
+def root_of(tensor: DTensor) -> DTensor:
+    """The DTensor of which this one is a view; itself when it is none."""
+    return tensor if tensor._base_dtensor is None else tensor._base_dtensor
+
+
+def note_view(view: DTensor, base: Any) -> None:
+    """Whose view a view is."""
+    if not isinstance(base, DTensor):
+        return
+    root = root_of(base)
+    view._base_dtensor = root
+    if len(root._views) % 64 == 0:  # a parameter is transposed again and again
+        root._views = [other for other in root._views if other() is not None]
+    root._views.append(weakref.ref(view))
+
+
+def note_copies(copies: Sequence[DTensor], base: Any, name: str, write: Callable[[int, DTensor], None] | None) -> None:
+    """That the results of function ``name`` are copies, of parts of ``base`` that do not overlap, where one device has
+    views.
+
+    Args:
+        write: called with the position of a result and the result, writes it to ``base``; None where it cannot be.
+    """
+    siblings = object() if len(copies) > 1 else None
+    for position, copy in enumerate(copies):
+        copy._copied_by, copy._siblings = name, siblings
+        if not isinstance(base, DTensor):
+            continue
+        copy._copy_of = root_of(base)
+        copy._shows = None if write is None else partial(write, position)
+        source: DTensor | None = copy._copy_of
+        while source is not None:  # a copy of a copy would on one device be a view of the first tensor too
+            source._copies = [*(other for other in source._copies if other() is not None), weakref.ref(copy)]
+            source = source._copy_of
+
+
+def _carried_to(root: DTensor) -> list[DTensor]:
+    """The tensor itself, and those to which a write to it is carried, one after the other."""
+    found = [root]
+    while found[-1]._shows is not None and found[-1]._copy_of is not None:
+        found.append(found[-1]._copy_of)
+    return found
+
+
+def refuse_lost_write(root: DTensor, carried: bool) -> None:
+    """Raise RuntimeError where a write would not be seen by all that share the memory on one device.
+
+    Args:
+        root: what is written, itself no view.
+        carried: whether :func:`carry` follows.
+    """
+    written = _carried_to(root) if carried else [root]
+    siblings = {id(tensor._siblings) for tensor in written if tensor._siblings is not None}
+    for copy in (ref() for tensor in written for ref in tensor._copies):
+        if copy is not None and id(copy._siblings) not in siblings and not any(copy is tensor for tensor in written):
+            raise RuntimeError(
+                f"in-place write to a tensor of which {copy._copied_by}() gave a redistributed copy, which on one "
+                "device is a view and would change with it: redistribute the tensor before the view is taken, "
+                "clone() the view, or drop it before the write"
+            )
+    name = written[-1]._copied_by
+    if name is not None:
+        raise RuntimeError(
+            f"in-place write to the result of {name}(), which here is a redistributed copy and not a view: the write "
+            "would be lost. Redistribute the tensor before the view is taken, or clone() the result if only the copy "
+            "is to change"
+        )
+
+
+def carry(copy: DTensor) -> None:
+    """Write a copy that was written to where it is shown; on one device it is a view of that."""
+    if copy._shows is None:
+        return
+    sources = _carried_to(copy)[1:]
+    copies = [source._copies for source in sources]
+    for source in sources:
+        source._copies = ()  # refuse_lost_write has looked at them
+    try:
+        with redistribute_policy("auto"):
+            copy._shows(copy)
+    finally:
+        for source, before in zip(sources, copies, strict=True):
+            source._copies = before
