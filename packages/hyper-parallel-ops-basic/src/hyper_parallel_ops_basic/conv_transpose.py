@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,58 +9,31 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.boxes import dim_intervals
-from hyper_parallel.call import Call, Solution
+from hyper_parallel.call import Call
 from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.moving import Move, indices_of, plain
+from hyper_parallel.families.moving import Move, indices_of
 from hyper_parallel.layout import Layout
-from hyper_parallel.plan import fit_rank
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+from hyper_parallel.strategy import P, S, Strategy
 
-from .convolution import Convolution, each, is_packed
+from .convolution import SlidingKernel, each
 
 __all__ = ["ConvTranspose"]
 
 
-class ConvTranspose(StrategyOp):
+class ConvTranspose(SlidingKernel):
     """``conv_transpose1d``, ``2d``, ``3d``: ``input [batch, in, *positions]``, ``weight [in, out / groups, *kernel]``.
 
-    Args:
-        rank: number of position dims.
+    The same dims stay sharded as in a convolution, and the halo only runs the other way.
     """
-
-    summary = Convolution.summary  # the same dims stay sharded, and the halo only runs the other way
 
     signature = "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
 
-    def __init__(self, op_name: str, *, rank: int) -> None:
-        super().__init__(op_name)
-        self.rank = rank
-
-    def strategies(self, call: Call) -> Iterable[Strategy]:
-        spec, weight, groups = call.spec("input"), call.spec("weight"), call.arg("groups", 1)
-        channels = len(spec.shape) - self.rank - 1
-        if channels:
-            yield Strategy({"input": S(0)}, S(0))
-        packed = is_packed(spec.layout, channels) or is_packed(weight.layout, 0)
-        if groups == 1:
+    def channel_strategies(self, call: Call, channels: int) -> Iterable[Strategy]:
+        if call.arg("groups", 1) == 1:
             yield Strategy({"weight": S(1), "bias": S(0)}, S(channels))
             yield Strategy({"input": S(channels), "weight": S(0), "bias": P}, P)
-        elif not packed and groups % math.prod(call.info.shape) == 0:
+        elif self.divides(call, channels):
             yield Strategy({"input": S(channels), "weight": S(0), "bias": S(0)}, S(channels))
-        for d in range(channels + 1, len(spec.shape)):
-            yield Strategy({"input": S(d)}, S(d))
-        yield Strategy({"input": P, "bias": P}, P)
-        yield Strategy({"weight": P, "bias": P}, P)
-
-    def solve(self, call: Call) -> Solution:
-        solution = super().solve(call)
-        solution.outputs = [self._output(solution.outputs[0], call)]
-        return solution
-
-    def _output(self, layout: Layout | None, call: Call) -> Layout:
-        assert layout is not None
-        ndim = len(call.spec("input").shape)
-        return plain(fit_rank(layout, ndim), range(ndim - self.rank, ndim))
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -69,13 +41,13 @@ class ConvTranspose(StrategyOp):
         if all(layout.is_replicated() for layout in targets):
             return None
         layout, shape = targets[call.position("input")], tuple(call.spec("input").shape)
-        output, (sizes,) = self._output(outputs[0], call), call.output_shapes()
+        output, (sizes,) = self.output(outputs[0], call), call.output_shapes()
         kernel = tuple(call.spec("weight").shape)[2:]
         stride, padding, dilation = (
             each(call.arg(name, default), self.rank)
             for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
         )
-        channels, groups = len(shape) - self.rank - 1, call.arg("groups", 1)
+        channels, groups = self.channels(call), call.arg("groups", 1)
         parts = [
             _Spread(layout, output, channels + 1 + i, (shape[channels + 1 + i], sizes[channels + 1 + i]), *one)
             for i, one in enumerate(zip(kernel, stride, padding, dilation, strict=True))

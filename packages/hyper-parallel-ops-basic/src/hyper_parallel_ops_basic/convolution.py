@@ -15,6 +15,7 @@ from hyper_parallel.families.moving import Move, plain
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard
+from hyper_parallel.plan import fit_rank
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .halo import Window
@@ -22,14 +23,8 @@ from .halo import Window
 __all__ = ["Convolution"]
 
 
-class Convolution(StrategyOp):
-    """``F.conv1d``, ``conv2d``, ``conv3d``: ``input [batch, in, *positions]``, ``weight [out, in / groups, *kernel]``.
-
-    - Batch and, without groups, output channels: nothing is communicated. Input channels leave a pending sum.
-    - With groups input and output channels are sharded together: always where each channel is a group of its own
-      (depthwise), else where the number of groups divides by the number of ranks of the mesh.
-    - Positions: one all-to-all brings what the kernel reads of the neighbours' (the halo), one takes the gradients
-      back. Padding is that of the whole input, so it may be wider than a rank's piece.
+class SlidingKernel(StrategyOp):
+    """What convolutions and transposed ones share; they differ in the channels' side of the weight.
 
     Args:
         rank: number of position dims.
@@ -42,53 +37,74 @@ class Convolution(StrategyOp):
         whole="channels that do not divide into whole groups",
     )
 
-    signature = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
-
     def __init__(self, op_name: str, *, rank: int) -> None:
         super().__init__(op_name)
         self.rank = rank
 
-    def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
-        x, weight = tuple(call.spec("input").shape), tuple(call.spec("weight").shape)
-        channels = len(x) - self.rank - 1
-        if len(weight) != self.rank + 2 or channels not in (0, 1) or x[channels] != weight[1] * call.arg("groups", 1):
-            return None  # PyTorch's own error, on meta tensors
-        windows = self._windows(call)
-        positions = [w.count(n) for w, n in zip(windows, x[channels + 1 :], strict=True)]
-        return None if min(positions) < 1 else [(*x[:channels], weight[0], *positions)]
+    def channels(self, call: Call) -> int:
+        """Which dim of the input the channels are: 0 without a batch, else 1."""
+        return len(call.spec("input").shape) - self.rank - 1
+
+    def channel_strategies(self, call: Call, channels: int) -> Iterable[Strategy]:
+        """How channels may be sharded."""
+        raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define channel_strategies")
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        spec, weight = call.spec("input"), call.spec("weight")
-        channels = len(spec.shape) - self.rank - 1
+        channels = self.channels(call)
         if channels:
             yield Strategy({"input": S(0)}, S(0))
-        groups = call.arg("groups", 1)
-        if groups == 1:
-            yield Strategy({"weight": S(0), "bias": S(0)}, S(channels))
-            yield Strategy({"input": S(channels), "weight": S(1), "bias": P}, P)
-        elif spec.shape[channels] == weight.shape[0] == groups or self._divides(call, channels):
-            yield Strategy({"input": S(channels), "weight": S(0), "bias": S(0)}, S(channels))
-        for d in range(channels + 1, len(spec.shape)):
+        yield from self.channel_strategies(call, channels)
+        for d in range(channels + 1, len(call.spec("input").shape)):
             yield Strategy({"input": S(d)}, S(d))
         yield Strategy({"input": P, "bias": P}, P)
         yield Strategy({"weight": P, "bias": P}, P)
 
     def solve(self, call: Call) -> Solution:
         solution = super().solve(call)
-        solution.outputs = [self._output(solution.outputs[0], call)]
+        solution.outputs = [self.output(solution.outputs[0], call)]
         return solution
 
-    def _output(self, layout: Layout | None, call: Call) -> Layout:
+    def output(self, layout: Layout | None, call: Call) -> Layout:
         """Layout of the result: positions lie plainly, in the order of the whole."""
         assert layout is not None
         ndim = len(call.spec("input").shape)
-        return plain(layout, range(ndim - self.rank, ndim))
+        return plain(fit_rank(layout, ndim), range(ndim - self.rank, ndim))
 
-    @staticmethod
-    def _divides(call: Call, channels: int) -> bool:
+    def divides(self, call: Call, channels: int) -> bool:
         """Whether every rank gets whole groups, whichever axes shard them."""
         packed = is_packed(call.spec("input").layout, channels) or is_packed(call.spec("weight").layout, 0)
-        return not packed and call.arg("groups") % math.prod(call.info.shape) == 0
+        return not packed and call.arg("groups", 1) % math.prod(call.info.shape) == 0
+
+
+class Convolution(SlidingKernel):
+    """``F.conv1d``, ``conv2d``, ``conv3d``: ``input [batch, in, *positions]``, ``weight [out, in / groups, *kernel]``.
+
+    - Batch and, without groups, output channels: nothing is communicated. Input channels leave a pending sum.
+    - With groups input and output channels are sharded together: always where each channel is a group of its own
+      (depthwise), else where the number of groups divides by the number of ranks of the mesh.
+    - Positions: one all-to-all brings what the kernel reads of the neighbours' (the halo), one takes the gradients
+      back. Padding is that of the whole input, so it may be wider than a rank's piece.
+    """
+
+    signature = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
+
+    def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
+        x, weight = tuple(call.spec("input").shape), tuple(call.spec("weight").shape)
+        channels = self.channels(call)
+        if len(weight) != self.rank + 2 or channels not in (0, 1) or x[channels] != weight[1] * call.arg("groups", 1):
+            return None  # PyTorch's own error, on meta tensors
+        windows = self._windows(call)
+        positions = [w.count(n) for w, n in zip(windows, x[channels + 1 :], strict=True)]
+        return None if min(positions) < 1 else [(*x[:channels], weight[0], *positions)]
+
+    def channel_strategies(self, call: Call, channels: int) -> Iterable[Strategy]:
+        groups = call.arg("groups", 1)
+        depthwise = call.spec("input").shape[channels] == call.spec("weight").shape[0] == groups
+        if groups == 1:
+            yield Strategy({"weight": S(0), "bias": S(0)}, S(channels))
+            yield Strategy({"input": S(channels), "weight": S(1), "bias": P}, P)
+        elif depthwise or self.divides(call, channels):
+            yield Strategy({"input": S(channels), "weight": S(0), "bias": S(0)}, S(channels))
 
     def _windows(self, call: Call) -> list[Window]:
         """What an output position reads, for each position dim."""
@@ -109,8 +125,8 @@ class Convolution(StrategyOp):
             return None
         windows = self._windows(call)
         layout, shape = targets[call.position("input")], tuple(call.spec("input").shape)
-        output = self._output(outputs[0], call)
-        channels = len(shape) - self.rank - 1
+        output = self.output(outputs[0], call)
+        channels = self.channels(call)
         moves: dict[int, Move] = {}
         for i, window in enumerate(windows):
             d = channels + 1 + i
