@@ -23,7 +23,7 @@ class Quick(OpConformance):
 
 class TestIndexSelect(Quick):
     op = torch.index_select
-    samples = (sample(MATRIX, 0, IDS), sample(MATRIX, -1, IDS))
+    samples = (sample(MATRIX, 0, IDS), sample(MATRIX, -1, IDS), sample(tensor(), 0, torch.tensor([0])))
 
 
 class TestGather(Quick):

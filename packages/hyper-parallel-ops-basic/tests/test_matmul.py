@@ -67,7 +67,11 @@ class TestAddbmm(Products):
 
 class TestAddmv(Products):
     op = torch.addmv
-    samples = (sample(tensor(5), tensor(5, 6), tensor(6)),)
+    samples = (
+        sample(tensor(5), tensor(5, 6), tensor(6)),
+        sample(tensor(1), tensor(3, 6), tensor(6)),
+        sample(tensor(), tensor(3, 6), tensor(6)),
+    )
 
 
 class TestEinsum(Products):

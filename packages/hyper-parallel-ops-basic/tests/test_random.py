@@ -51,6 +51,11 @@ CASES = {
     "randint_like": lambda x: torch.randint_like(x, 5),
     "bernoulli": lambda x: torch.bernoulli(x.detach().sigmoid()),
     "bernoulli with p": lambda x: torch.bernoulli(x.detach(), 0.4),
+    "bernoulli of what needs a gradient": lambda x: torch.bernoulli(x.sigmoid()),
+    "poisson": lambda x: torch.poisson(x.exp()),
+    "binomial": lambda x: torch.binomial(torch.full_like(x.detach(), 9.0), x.detach().sigmoid()),
+    "normal": lambda x: torch.normal(x, x.exp()),
+    "normal of a number": lambda x: torch.normal(2.0, x.exp()),
     "multinomial": lambda x: torch.multinomial(x.detach().exp(), 2) if not sharded(x, 1) else None,
     "multinomial with replacement": lambda x: (
         torch.multinomial(x.detach().exp(), 7, True) if not sharded(x, 1) else None
@@ -107,6 +112,7 @@ def compare(name):
             continue
         assert torch.equal(torch.get_rng_state(), state), f"{layout}: the generator's state differs"
         assert torch.allclose(got.detach().full_tensor(), want), f"{layout}"
+        assert got.requires_grad == want.requires_grad, f"{layout}"
         if want.requires_grad:
             got.backward(torch.ones_like(want))
             assert torch.allclose(x.grad.full_tensor(), plain.grad), f"{layout}: gradient"

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .composed import plain_like
+from .sampling import drawn_from
 
 Tensor = torch.Tensor
 
@@ -508,4 +509,6 @@ def normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = Non
     like = mean if isinstance(mean, Tensor) else std
     shape = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, Tensor)))
     drawn = torch.empty_like(like.detach().expand(shape), memory_format=torch.contiguous_format)
-    return drawn.normal_(0, 1, generator=generator).mul_(std).add_(mean)
+    with torch.no_grad():
+        drawn = drawn.normal_(0, 1, generator=generator).mul_(std).add_(mean)
+    return drawn_from(drawn, mean, std)

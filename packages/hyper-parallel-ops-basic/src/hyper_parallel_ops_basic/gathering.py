@@ -49,7 +49,7 @@ class IndexSelect(StrategyOp):
         for d in range(len(spec.shape)):
             if d != dim:
                 yield Strategy({"input": S(d)}, S(d))
-        if len(index.shape) == 1:
+        if len(index.shape) == 1 and spec.shape:
             yield Strategy({"index": S(0)}, S(dim))
         for pending in pending_of(call, "input"):
             yield Strategy({"input": pending}, pending)

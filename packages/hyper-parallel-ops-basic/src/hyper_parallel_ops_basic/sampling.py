@@ -56,6 +56,27 @@ class FillRandomly(FunctionOp):
         return target
 
 
+class _Drawn(torch.autograd.Function):
+    """Random numbers as a result of their distribution's parameters; the gradient is 0, whatever the layouts."""
+
+    @staticmethod
+    def forward(ctx: Any, drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return drawn.view_as(drawn)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+def drawn_from(drawn: DTensor, *parameters: Any) -> DTensor:
+    """Random numbers that require a gradient when a parameter of their distribution does, as PyTorch's do."""
+    tensors = [p.to_local() for p in parameters if isinstance(p, DTensor) and p.requires_grad]
+    if not tensors or not torch.is_grad_enabled():
+        return drawn
+    return wrap(_Drawn.apply(drawn.to_local(), *tensors), drawn.spec)  # type: ignore[no-untyped-call]
+
+
 def _whole(value: Any) -> Any:
     return value.detach().full_tensor() if isinstance(value, DTensor) else value
 
@@ -102,10 +123,8 @@ class Bernoulli(FunctionOp):
         def make() -> torch.Tensor:
             return func(embedded(chances.to_local(), spec.layout, shape, 0.5), *rest, **options)
 
-        return wrap(
-            draw(spec.layout, shape, make, options.get("generator")),
-            make_spec(spec.layout, shape, spec.stride, spec.dtype),
-        )
+        part = draw(spec.layout, shape, make, options.get("generator"))
+        return drawn_from(wrap(part, make_spec(spec.layout, shape, spec.stride, spec.dtype)), chances)
 
 
 class DrawnFrom(FunctionOp):
@@ -122,7 +141,8 @@ class DrawnFrom(FunctionOp):
         layout, shape = settled(model.layout), tuple(model.shape)
         given, named = [_whole(a) for a in args], {name: _whole(a) for name, a in kwargs.items()}
         part = draw(layout, shape, lambda: func(*given, **named), kwargs.get("generator"))
-        return wrap(part, make_spec(layout, shape, contiguous_stride(shape), part.dtype))
+        result = wrap(part, make_spec(layout, shape, contiguous_stride(shape), part.dtype))
+        return drawn_from(result, *args, *kwargs.values())
 
 
 class Multinomial(FunctionOp):

@@ -6,10 +6,13 @@ summed away leaves a pending sum; and the product is linear in each operand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from hyper_parallel.call import Call
+from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
@@ -127,6 +130,20 @@ class AddMatMul(StrategyOp):
         if self.batch_sum:
             out = out[1:]
         return contraction_strategies([a, b], [left, right], out, (added, out[len(out) - len(added) :]))
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        (size, *_), rows, vector = call.inputs[0].shape or (0,), call.inputs[1].shape[-2], call.inputs[2].shape
+        if len(vector) != 1 or size == rows:
+            return None
+        func = call.func
+
+        def add_one_to_each_row(input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
+            # For no rows at all addmv gives back the one element.
+            return func(input.expand(len(a)), a, b, **factors)
+
+        return add_one_to_each_row
 
 
 class Linear(StrategyOp):
