@@ -55,7 +55,7 @@ class TestGetItem(Quick):
 
 class TestNarrow(Quick):
     op = torch.narrow
-    samples = (sample(tensor(8, 3), 0, 2, 4), sample(MATRIX, -1, 1, 2))
+    samples = (sample(tensor(8, 3), 0, 2, 4), sample(MATRIX, -1, 1, 2), sample(MATRIX, 0, torch.tensor(1), 3))
 
 
 class TestSelect(Quick):
@@ -75,7 +75,7 @@ class TestChunk(Quick):
 
 class TestTensorSplit(Quick):
     op = torch.tensor_split
-    samples = (sample(MATRIX, 3, 1), sample(MATRIX, (1, 4)))
+    samples = (sample(MATRIX, 3, 1), sample(MATRIX, (1, 4)), sample(MATRIX, torch.tensor([1, 4])))
 
 
 class TestUnbind(Quick):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,16 @@ def map_arguments(
         return change(tensor) if isinstance(tensor, DTensor) else tensor
 
     return tuple(map_tensors(a, apply) for a in args), {k: map_tensors(v, apply) for k, v in kwargs.items()}
+
+
+def with_value(args: Sequence[Any], kwargs: dict[str, Any], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with what the tensor at ``index`` holds in its place: a number, or a list of them."""
+    places = itertools.count()
+
+    def read(tensor: torch.Tensor) -> Any:
+        return tensor.tolist() if next(places) == index else tensor
+
+    return tuple(map_tensors(a, read) for a in args), {k: map_tensors(v, read) for k, v in kwargs.items()}
 
 
 # -- the call as rules see it ------------------------------------------------------------------------------------

@@ -124,6 +124,17 @@ class Call:
         """An argument by name; ``default`` when it was not passed."""
         return self.bound.get(name, default)
 
+    def numbers(self, name: str, default: Any = None) -> Any:
+        """An argument of numbers by name, for which PyTorch takes a tensor too.
+
+        Raises:
+            NeedsValue: when it is a tensor; the rule lets this pass, and is asked again with what the tensor holds.
+        """
+        value = self.arg(name, default)
+        if isinstance(value, Ref):
+            raise NeedsValue(value.index)
+        return value
+
     def check_name(self, name: str) -> None:
         """Raise TypeError when the rule's signature has no such parameter: a misspelt one would count as Replicate."""
         if self._signature is None or name not in self._signature.parameters:
@@ -160,6 +171,18 @@ class Call:
         """
         value = self.arg(name, default)
         return None if value is None else normal_dim(value, self.inputs[0].layout.ndim if ndim is None else ndim)
+
+
+class NeedsValue(Exception):
+    """A rule decides by what a tensor argument holds: the dispatcher reads it, and asks again with numbers instead.
+
+    Attributes:
+        index: the argument's position in :attr:`Call.inputs`.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
 
 
 class Ref:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import lifted, on_locals
+from hyper_parallel.arguments import lifted, on_locals, with_value
 from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.cache_key import scan
+from hyper_parallel.call import NeedsValue
 from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import Mode, state
 from hyper_parallel.dtensor import DTensor
@@ -110,6 +111,8 @@ def _call(
         if plan is None:
             try:
                 plan = make_plan(rule, args, kwargs or {}, None if before is None else before.solution)
+            except NeedsValue as need:
+                return _call(rule, mode, *with_value(args, kwargs or {}, need.index), source, before, copied)
             except RedistributionError:
                 written = _write_another_way(rule, args, kwargs) if rule.inplace else None
                 if written is None:

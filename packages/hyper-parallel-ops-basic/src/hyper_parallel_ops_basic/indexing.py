@@ -296,7 +296,7 @@ class Narrow(GetItem):
 
     def index(self, call: Call) -> Index:
         shape = call.inputs[0].shape
-        dim, start, length = call.dim("dim"), int(call.arg("start")), int(call.arg("length"))
+        dim, start, length = call.dim("dim"), int(call.numbers("start")), int(call.arg("length"))
         assert dim is not None
         start = start + shape[dim] if start < 0 else start
         if not 0 <= start <= start + length <= shape[dim]:
@@ -321,7 +321,7 @@ class Select(Narrow):
     def index(self, call: Call) -> Index:
         dim = call.dim("dim")
         assert dim is not None
-        return Index((slice(None),) * dim + (int(call.arg("index")),), call.inputs[0].shape)
+        return Index((slice(None),) * dim + (int(call.numbers("index")),), call.inputs[0].shape)
 
     def shown(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self.arguments.bind(args, kwargs)

@@ -65,6 +65,8 @@ class Split(LayoutOp):
         return normal_dim(given.get("dim", 0) if self.fixed is None else min(self.fixed, ndim - 1), ndim)
 
     def solve(self, call: Call) -> Solution:
+        for name in ("sizes", "indices_or_sections"):
+            call.numbers(name)  # tensor_split takes a tensor of them
         spec = call.inputs[0]
         ndim = len(spec.shape)
         dim = self._dim(call.bound, ndim)

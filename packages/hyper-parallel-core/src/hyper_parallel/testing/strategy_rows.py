@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hyper_parallel.arguments import make_call
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, NeedsValue
 from hyper_parallel.dispatcher import known_rule
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.placements import Placement, short
@@ -53,7 +53,10 @@ def rows_of(func: Callable[..., Any], sample: Sample, tensors: Sequence[DTensor]
     if found is None:
         return []
     op, call = found
-    return [Row.of(op, call, strategy, op.num_outputs(call)) for strategy in op.strategies(call)]
+    try:
+        return [Row.of(op, call, strategy, op.num_outputs(call)) for strategy in op.strategies(call)]
+    except NeedsValue:  # what is decided is another call, with numbers
+        return []
 
 
 def not_taken(recorder: CallRecorder, tensors: Sequence[DTensor], outputs: Sequence[Sequence[Placement]]) -> str | None:
