@@ -16,7 +16,12 @@ class Few(OpConformance):
 
 class TestDiff(Few):
     op = torch.diff
-    samples = (sample(MATRIX, dim=0), sample(MATRIX, 2, 1), sample(VECTOR, prepend=tensor(2)))
+    samples = (
+        sample(MATRIX, dim=0),
+        sample(MATRIX, 2, 1),
+        sample(MATRIX, 0, 1, tensor(5, 2)),
+        sample(VECTOR, prepend=tensor(2)),
+    )
 
 
 class TestTrapezoid(Few):

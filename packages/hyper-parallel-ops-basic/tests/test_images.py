@@ -112,6 +112,11 @@ class TestSlogdet(Few):
     samples = (sample(tensor(5, 3, 3)),)
 
 
+class TestCond(Few):
+    op = torch.linalg.cond
+    samples = (sample(tensor(5, 3, 3)), sample(tensor(3, 3)), sample(tensor(2, 2, 4, 4), -2))
+
+
 class TestFft(Few):
     op = torch.fft.fft
     samples = (sample(tensor(5, 6)), sample(tensor(5, 6), dim=0), sample(tensor(5, 2), n=8, dim=0))

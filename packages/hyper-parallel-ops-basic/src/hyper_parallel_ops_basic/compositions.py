@@ -27,6 +27,8 @@ Tensor = torch.Tensor
 def diff(
     input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
 ) -> Tensor:
+    if n == 0:
+        return input.clone()  # without what was to be joined, as PyTorch does it
     if prepend is not None or append is not None:
         input = torch.cat([t for t in (prepend, input, append) if t is not None], dim)
     for _ in range(n):

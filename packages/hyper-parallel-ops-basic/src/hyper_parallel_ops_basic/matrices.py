@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -97,6 +98,24 @@ class MatrixValues(WholeDims):
         return lambda matrices, given: func(matrices, *given.pop("rest", ()), **given)
 
 
+class ConditionNumber(MatrixValues):
+    """``linalg.cond``, which of no matrices gives what requires no gradient."""
+
+    kernels_need_lines = True
+
+    def on_lines(self, call: Call) -> Callable[..., Any]:
+        cond = super().on_lines(call)
+        return lambda matrices, given: (
+            cond(matrices, given) if len(matrices) else _of_nothing(lambda one: cond(one, given), matrices)
+        )
+
+
+def _of_nothing(func: Callable[[torch.Tensor], torch.Tensor], lines: torch.Tensor) -> torch.Tensor:
+    """A function of no lines, by kernels that need some: the result has the shape of theirs, and joins the graph."""
+    out, nothing = func(lines.new_ones((1, *lines.shape[1:])))[:0], lines.sum()
+    return out + (nothing.real if nothing.is_complex() and not out.is_complex() else nothing)
+
+
 class Fourier(WholeDims):
     """``fft`` and its relatives along some dims; sharded ones are made whole by dealing the lines out (one all-to-all
     each way).
@@ -137,10 +156,7 @@ class Fourier(WholeDims):
         dim: dict[str, Any] = {"dim": places[0] if self.rank == 1 else places}
 
         def transform(lines: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-            if len(lines):
-                return func(lines, **given | dim)
-            # The kernels do not take nothing; it has the shape of something, and is joined to the graph.
-            out, nothing = func(lines.new_ones((1, *lines.shape[1:])), **given | dim)[:0], lines.sum()
-            return out + (nothing.real if nothing.is_complex() and not out.is_complex() else nothing)
+            some = functools.partial(func, **given | dim)
+            return some(lines) if len(lines) else _of_nothing(some, lines)
 
         return transform

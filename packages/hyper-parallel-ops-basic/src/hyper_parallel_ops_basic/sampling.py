@@ -65,16 +65,16 @@ class _Drawn(torch.autograd.Function):
         return drawn.view_as(drawn)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, *map(torch.zeros_like, ctx.saved_tensors)
 
 
-def drawn_from(drawn: DTensor, *parameters: Any) -> DTensor:
-    """Random numbers that require a gradient when a parameter of their distribution does, as PyTorch's do."""
+def drawn_from(drawn: Any, *parameters: Any) -> DTensor:
+    """A DTensor of random numbers that require a gradient when a parameter of their distribution does, as PyTorch's do."""
     tensors = [p.to_local() for p in parameters if isinstance(p, DTensor) and p.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return drawn
-    return wrap(_Drawn.apply(drawn.to_local(), *tensors), drawn.spec)  # type: ignore[no-untyped-call]
+    return wrap(_Drawn.apply(drawn.to_local(), *tensors), drawn.spec)
 
 
 def _whole(value: Any) -> Any:
