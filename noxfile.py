@@ -244,6 +244,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def battery(session: nox.Session) -> None:
+    """Compare the operators with plain PyTorch on PyTorch's own samples, for an hour; arguments after -- choose."""
+    run(session, "python", "-m", "tools.operator_battery", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Run the benchmarks and print their tables."""
     for script in sorted(ROOT.glob("benchmarks/bench_*.py")):
