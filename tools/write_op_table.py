@@ -34,7 +34,8 @@ gives, name by name.
 An id out of range raises on the ranks that see it: where ids are sharded the others fail when they next communicate
 with these, as with any error of one rank. Class losses tell all ranks (`cross_entropy`, `nll_loss`).
 
-An in-place form keeps its target's layout. `out=` is an argument of every function that has it.
+An in-place form keeps its target's layout. `out=` is an argument of every function that has it. Operators of
+`torch.ops.aten` run by the rule of the function of the same name.
 """
 
 

@@ -1,9 +1,11 @@
 """Functions that are others in sequence against plain torch, on all layouts."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel import CommTrace, Replicate, Shard
+from hyper_parallel.testing import OpConformance, make, mesh_of, sample, tensor
 
 MATRIX, VECTOR = tensor(5, 6), tensor(5)
 IMAGES = tensor(3, 8, 4, 2)
@@ -409,3 +411,29 @@ class TestCells(Few):
     op = steps
     max_layouts = 4
     samples = (sample(tensor(3, 4), tensor(3, 2), tensor(6, 4), tensor(6, 2), tensor(6)),)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("placement", "forward", "backward"),
+    [
+        (Shard(0), {"all_gather": 1}, {"reduce_scatter": 1}),  # every variable with all
+        (Shard(1), {"all_reduce": 2}, {"all_reduce": 1}),  # of the means, and of the result when it is read
+    ],
+)
+def test_covariances_of_sharded_variables_and_observations(placement, forward, backward):
+    value = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain = value.clone().requires_grad_()
+    want = torch.cov(plain)
+    want.square().sum().backward()
+    x = make(value, mesh_of((4,)), [placement], requires_grad=True)
+    with CommTrace() as trace:
+        out = torch.cov(x).reduce_partial()
+    assert trace.counts == forward
+    assert out.placements == ((Shard(0),) if placement == Shard(0) else (Replicate(),))
+    loss = out.square().sum().reduce_partial()
+    with CommTrace() as trace:
+        loss.backward()
+    assert trace.counts == backward
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)

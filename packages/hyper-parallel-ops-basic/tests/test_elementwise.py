@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel import Shard
 from hyper_parallel.function_names import dotted_function
 from hyper_parallel.plugins import OpTable
-from hyper_parallel.testing import OpConformance, check_op, sample, tensor
+from hyper_parallel.testing import OpConformance, check_op, make, mesh_of, sample, tensor
 
 NAMES = sorted(
     entry.name
@@ -119,3 +120,13 @@ class TestMulWithBroadcastAndMixedTypes(OpConformance):
         sample(tensor(5, 3, dtype=torch.int64, low=-3, high=3), tensor(5, 3)),
     )
     max_layouts = 20
+
+
+@pytest.mark.ranks(4)
+def test_python_functions_of_elements():
+    value = torch.arange(15.0).view(5, 3)
+    x = make(value, mesh_of((4,)), [Shard(0)])
+    assert x.apply_(lambda a: a + 1) is x
+    x.map_(x.clone(), lambda a, b: a * b)
+    x.map2_(x.clone(), x.clone(), lambda a, b, c: a + b + c)
+    torch.testing.assert_close(x.full_tensor(), 3 * (value + 1) ** 2)

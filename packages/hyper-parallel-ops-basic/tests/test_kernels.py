@@ -55,6 +55,73 @@ class TestArgumentsInAnotherOrder(Few):
     samples = (sample(IMAGES, tensor(4), tensor(4), tensor(3, 2, dtype=torch.int64), tensor(5, 2)),)
 
 
+def losses(x, y, chances, ids, weight):
+    native = torch._C._nn
+    return (
+        torch.kl_div(x, chances.detach(), 2, log_target=False),
+        torch.binary_cross_entropy_with_logits(x, chances.detach(), None, weight.detach()),
+        torch.cosine_embedding_loss(x, y, x[:, 0].detach().sign(), 0.1, 1),
+        torch.hinge_embedding_loss(x, y.detach().sign()),
+        torch.margin_ranking_loss(x, y, y.detach().sign(), 0.2, 2),
+        torch.poisson_nll_loss(x, chances, True, False, 1e-8, 1),
+        torch.triplet_margin_loss(x, y, chances, 1.0, 2, 1e-6, False, 1),
+        native.mse_loss(x, y, 1),
+        native.l1_loss(x, y),
+        native.smooth_l1_loss(x, y, 2, 0.5),
+        native.huber_loss(x, y, 0, 0.5),
+        native.soft_margin_loss(x, y.detach().sign()),
+        native.multi_margin_loss(x, ids),
+        native.cross_entropy_loss(x, ids, weight.detach(), 1, 2, 0.1),
+        native.nll_loss_nd(x.log_softmax(1), ids),
+        native.binary_cross_entropy(chances, chances.detach()),
+        native.glu(x, 1),
+        aten.mse_loss.default(x, y, 2),
+        aten.mse_loss.default(x, y),
+        aten.l1_loss(x, y),
+    )
+
+
+class TestLosses(Few):
+    op = losses
+    samples = (
+        sample(MATRIX, MATRIX, tensor(5, 6, low=0.1, high=0.9), tensor(5, dtype=torch.int64), tensor(6, low=0.5)),
+    )
+
+
+def turned(theta):
+    return torch.affine_grid_generator(theta, [3, 2, 4, 5], False)
+
+
+class TestAffineGridGenerator(Few):
+    op = turned
+    samples = (sample(tensor(3, 2, 3)),)
+
+
+def copies(x):
+    return (
+        torch.view_copy(x, [5, 2, 3]),
+        torch.permute_copy(x, [1, 0]),
+        torch.transpose_copy(x, 0, 1),
+        torch.t_copy(x),
+        torch.select_copy(x, 0, 1),
+        torch.unsqueeze_copy(x, 1),
+        torch.squeeze_copy(x),
+        torch.expand_copy(x, [2, 5, 6]),
+        torch.diagonal_copy(x),
+        torch.unfold_copy(x, 1, 2, 2),
+        torch.unbind_copy(x, 1)[2],
+        torch.split_copy(x, 2, 1)[1],
+        torch.split_with_sizes_copy(x, [1, 5], 1)[1],
+        torch.detach_copy(x.detach()),
+        aten.view_copy.default(x, [5, 6]),
+    )
+
+
+class TestCopiesOfViews(Few):
+    op = copies
+    samples = (sample(MATRIX),)
+
+
 class TestConvolution(Few):
     op = torch.convolution
     samples = (

@@ -214,7 +214,7 @@ def _find(func: Callable[..., Any]) -> Any:
         return rule
     op, binding = registry.find(func), aten_binding(func)
     if binding is not None and op is registry.find(binding) and (op is not None or handler_of(binding) is not None):
-        _rules[func] = lambda _, args, kwargs: dispatch(binding, args, kwargs)
+        _rules[func] = _of_binding(func, binding)
         return _rules[func]
     if op is None:
         raise MissingOpError(registry.missing_message(func), func=func)
@@ -229,6 +229,20 @@ def _find(func: Callable[..., Any]) -> Any:
 
 def _rule(func: Callable[..., Any], op: DistributedOp, name: str) -> Rule:
     return (Rule if isinstance(op, LayoutOp) else ThreePhaseRule)(func, op, name)
+
+
+def _of_binding(func: Any, binding: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of an operator of ``torch.ops.aten``: the function that it is in PyTorch's Python layer."""
+    overload = func if hasattr(func, "_schema") else getattr(func, func.overloads()[0])
+    # The one default in which they differ: there a loss that is not told how to reduce does not.
+    arguments = overload._schema.arguments
+    defaults = {a.name: (at, a.default_value) for at, a in enumerate(arguments) if a.name == "reduction"}
+
+    def run(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        missing = {name: value for name, (at, value) in defaults.items() if len(args) <= at}
+        return dispatch(binding, args, missing | kwargs)
+
+    return run
 
 
 def _of_view(name: str) -> Callable[..., Any]:

@@ -63,35 +63,7 @@ def _statistics(x: Tensor, dims: list[int], eps: float, keepdim: bool = False) -
     return mean, (var + eps).rsqrt()
 
 
-# -- the same with the arguments in another order ---------------------------------------------------------------------
-
-
-def batch_norm(
-    input: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def instance_norm(
-    input: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+# -- the same with other arguments ----------------------------------------------------------------------------------
 
 
 def embedding(

@@ -105,15 +105,15 @@ def cov(
     else:
         assert weights is not None
         count = total - correction * (weights * aweights).sum() / total
-    right = _all_variables(centred if weights is None else centred * weights).t().conj()
+    right = _all_variables((centred if weights is None else centred * weights).t().conj())
     return (centred @ right / (count.clamp_min(0) if isinstance(count, Tensor) else max(count, 0))).squeeze()
 
 
 def _all_variables(x: Tensor) -> Tensor:
-    """``[variables, observations]`` with all variables on every rank: each is compared with all."""
+    """``[observations, variables]`` with all variables on every rank: each is compared with all."""
     if not isinstance(x, DTensor):
         return x
-    return x.redistribute(x.layout.with_placements(dict.fromkeys(x.layout.shard_order[0], Replicate())))
+    return x.redistribute(x.layout.with_placements(dict.fromkeys(x.layout.shard_order[1], Replicate())))
 
 
 def corrcoef(input: Tensor) -> Tensor:
