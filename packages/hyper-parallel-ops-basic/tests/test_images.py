@@ -1,9 +1,12 @@
 """Pooling, resizing, matrices and Fourier transforms against plain torch, on all layouts."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel import CommTrace, Shard, distribute_tensor
 from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.placing import mesh_of
 
 IMAGES = tensor(3, 2, 5, 6)
 
@@ -79,12 +82,41 @@ class TestAffineGrid(Few):
 
 class TestColumns(Few):
     op = F.unfold
-    samples = (sample(tensor(3, 4, 4, 5), 2),)
+    samples = (
+        sample(tensor(3, 4, 4, 5), 2),
+        sample(tensor(2, 5, 3, 3), 2),
+        sample(tensor(3, 3, 4), (2, 1), padding=1, stride=2),
+        sample(tensor(1, 1, 3, 3), 3),
+    )
 
 
 class TestJoinedColumns(Few):
     op = F.fold
-    samples = (sample(tensor(3, 16, 6), (3, 4), 2),)
+    samples = (
+        sample(tensor(3, 16, 6), (3, 4), 2),
+        sample(tensor(2, 20, 4), (3, 3), 2),
+        sample(tensor(6, 16), (3, 4), (2, 1), padding=(1, 0)),
+        sample(tensor(1, 9, 1), 3, 3),
+    )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("channels", "moved"), [(4, {}), (8, {}), (5, {"all_to_all": 1}), (3, {"all_to_all": 1})])
+def test_only_rows_of_channels_that_do_not_divide_evenly_travel(channels, moved):
+    """And they travel back: ``fold(unfold(x))`` is ``x`` times how often each position is in a patch."""
+    x = distribute_tensor(torch.randn(2, channels, 4, 4), mesh_of((4,)), [Shard(1)]).requires_grad_()
+    with CommTrace() as trace:
+        columns = F.unfold(x, 2, stride=2)
+    assert trace.counts == moved
+    with CommTrace() as trace:
+        image = F.fold(columns, (4, 4), 2, stride=2)
+    assert trace.counts == moved
+    assert columns.placements == image.placements == (Shard(1),)
+    torch.testing.assert_close(image.full_tensor(), x.full_tensor())
+    with CommTrace() as trace:
+        (image * image).sum().backward()
+    assert trace.counts == dict.fromkeys(moved, 2)
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * x.detach().full_tensor())
 
 
 class TestWindows(Few):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Shard
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 
 class Planes(StrategyOp):
@@ -71,37 +69,3 @@ class AffineGrid(StrategyOp):
             return func(more, [len(more), *image], align)[:-1]
 
         return local
-
-
-class Columns(StrategyOp):
-    """``F.unfold`` and ``F.fold``: patches of an image as columns ``[batch, channels * patch, positions]``.
-
-    Samples may be sharded, and channels where every rank has equally many. Positions overlap in the image.
-
-    Args:
-        joins: whether the columns are joined to an image (``fold``).
-    """
-
-    summary = OpSummary(
-        "samples; channels that divide evenly",
-        pending="passes",
-        whole="positions: the patches overlap",
-    )
-
-    def __init__(self, op_name: str, *, signature: str, joins: bool = False) -> None:
-        self.signature = signature
-        super().__init__(op_name)
-        self.joins = joins
-
-    def strategies(self, call: Call) -> Iterable[Strategy]:
-        spec = call.inputs[0]
-        batched = len(spec.shape) == (3 if self.joins else 4)
-        if batched:
-            yield Strategy([S(0)], S(0))
-        channels = int(batched)
-        ways = math.prod(call.info.shape[a] for a in spec.layout.shard_order[channels])
-        images = call.output_shapes()[0] if self.joins else spec.shape
-        packed = any(type(spec.layout.placements[a]) is not Shard for a in spec.layout.shard_order[channels])
-        if images[channels] % ways == 0 and not packed:
-            yield Strategy([S(channels)], S(channels))
-        yield Strategy([P], P)
