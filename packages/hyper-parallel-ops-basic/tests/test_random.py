@@ -60,8 +60,6 @@ CASES = {
     "multinomial with replacement": lambda x: (
         torch.multinomial(x.detach().exp(), 7, True) if not sharded(x, 1) else None
     ),
-    "poisson": lambda x: torch.poisson(x.detach().exp()),
-    "binomial": lambda x: torch.binomial(x.detach().abs().mul(9).floor(), x.detach().sigmoid()),
     "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "no native_dropout": lambda x: torch.native_dropout(x, 0.3, False)[0],
     "normal_": filled("normal_", 1.0, 2.0),

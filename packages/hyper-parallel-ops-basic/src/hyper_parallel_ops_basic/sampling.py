@@ -70,7 +70,7 @@ class _Drawn(torch.autograd.Function):
 
 
 def drawn_from(drawn: Any, *parameters: Any) -> DTensor:
-    """A DTensor of random numbers that require a gradient when a parameter of their distribution does, as PyTorch's do."""
+    """A DTensor of random numbers that require a gradient when a parameter of theirs does, as PyTorch's do."""
     tensors = [p.to_local() for p in parameters if isinstance(p, DTensor) and p.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return drawn
