@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hyper_parallel.registry import get_distributed_op as get_distributed_op
     from hyper_parallel.registry import load_op_table as load_op_table
     from hyper_parallel.registry import register_distributed_op as register_distributed_op
+    from hyper_parallel.same_inputs import require_same_inputs as require_same_inputs
     from hyper_parallel.strategy import Strategy as Strategy
     from hyper_parallel.strategy import StrategyOp as StrategyOp
     from hyper_parallel.visualization import visualize as visualize
@@ -103,6 +104,7 @@ __all__ = [
     "redistribute_policy",
     "reduce_scatter",
     "register_distributed_op",
+    "require_same_inputs",
     "shard_module",
     "visualize",
     "zeros",
