@@ -46,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a batch and split the layers' work")
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args(arguments)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
 
     plain = make_model()
@@ -79,5 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
-    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    try:
+        main()
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -63,3 +64,22 @@ def test_training_script_under_explain_leaves_its_results_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "all_gather" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+SCRIPTS = [path for path in EXAMPLES.rglob("*.py") if "dist.init_process_group(" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_script_leaves_the_process_group_however_it_ends(path):
+    """A rank that fails and keeps its connections open leaves the others waiting for it."""
+    ends = [
+        ast.unparse(statement)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Try)
+        for statement in node.finalbody
+    ]
+    assert any("dist.destroy_process_group()" in end for end in ends)
+
+
+def test_scripts_are_looked_at():
+    assert len(SCRIPTS) == 5

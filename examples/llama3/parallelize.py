@@ -95,9 +95,16 @@ def train(steps: int = 5) -> list[float]:
     return losses
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
+def main() -> None:
+    """Train, and show the losses once."""
     found = train()
     if dist.get_rank() == 0:
         print("losses:", " ".join(f"{loss:.4f}" for loss in found))
-    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    try:
+        main()
+    finally:
+        dist.destroy_process_group()

@@ -77,8 +77,8 @@ def save_small_model(folder: Path) -> None:
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
+def main() -> None:
+    """Train the model in the folder that the command line names, or a small one, and show the losses once."""
     given = [Path(sys.argv[1])] if len(sys.argv) > 1 else [Path(tempfile.mkdtemp())]
     dist.broadcast_object_list(given)  # the first rank's folder
     if len(sys.argv) == 1 and dist.get_rank() == 0:
@@ -87,4 +87,11 @@ if __name__ == "__main__":
     found = train(given[0])
     if dist.get_rank() == 0:
         print("losses:", " ".join(f"{loss:.4f}" for loss in found))
-    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    try:
+        main()
+    finally:
+        dist.destroy_process_group()

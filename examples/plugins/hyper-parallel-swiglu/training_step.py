@@ -22,7 +22,6 @@ def train(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     """Train both, compare, count."""
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     plain, sharded = SwiGLU(HIDDEN, WIDTH), SwiGLU(HIDDEN, WIDTH)
@@ -41,8 +40,11 @@ def main() -> None:
     assert trace.counts["all_reduce"] == 1, str(trace)
     if dist.get_rank() == 0:
         print(f"trained on {dist.get_world_size()} ranks, loss {expected:.4f}, {dict(trace.phase('forward'))}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    try:
+        main()
+    finally:
+        dist.destroy_process_group()
