@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import RedistributionError, Replicate, Shard, distribute_tensor, redistribute_policy
+from hyper_parallel import PackedShard, RedistributionError, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
@@ -184,3 +184,29 @@ def test_sources_of_a_whole_target_are_gathered():
     assert trace.counts == {"all_gather": 2}
     for alone, own in zip(plain, mine, strict=True):
         torch.testing.assert_close(own.grad.full_tensor(), alone.grad)
+
+
+@pytest.mark.ranks(4)
+def test_a_packed_dim_beside_a_sharded_index():
+    """Index and indexed dim have other sections, or none: each is cut as it says."""
+    torch.manual_seed(0)
+    x, ids, rows = torch.randn(6, 3), torch.tensor([5, 0, 0, 3, 1, 5]), torch.randn(6, 3)
+    square = ids[:, None].expand(6, 3)
+    packed = PackedShard(0, (4, 2))
+    for index_placement in (Shard(0), PackedShard(0, (3, 3))):
+        mine, index, at = (spread(x, packed), spread(ids, index_placement), spread(square, index_placement))
+        source = spread(rows, index_placement)
+        with CommTrace() as trace:
+            read = [mine[index], mine.index_select(0, index), mine.gather(0, at), F.embedding(index, mine)]
+        assert trace.counts == {"all_gather": 4, "all_to_all": 4}
+        for got in read:
+            assert got.placements == (index_placement,)
+            assert torch.equal(got.full_tensor(), x[ids])
+        with CommTrace() as trace:
+            added = [mine.index_add(0, index, source), mine.scatter_add(0, at, source)]
+        assert trace.counts == {"all_gather": 2, "all_to_all": 2}
+        for got in added:
+            assert got.placements == (packed,)
+            torch.testing.assert_close(got.full_tensor(), x.index_add(0, ids, rows))
+    mine[spread(ids, Shard(0))] = spread(rows[ids], Shard(0))
+    assert torch.equal(mine.full_tensor()[ids], rows[ids])

@@ -18,6 +18,9 @@ DISTINCT = torch.tensor([4, 1, 0])
 MASK = torch.tensor([[1, 0, 1, 1, 0, 0], [0] * 6, [1] * 6, [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1]]).bool()
 
 
+ONE_ROW = torch.tensor([False, False, False, True, False])
+
+
 class Quick(OpConformance):
     meshes = ((4,), (2, 2))
     max_layouts = 20
@@ -50,6 +53,12 @@ class TestGetItem(Quick):
         sample(tensor(5, 3, 2), ROWS).options(name="mask of rows of matrices"),
         sample(tensor(3, 5, 2), (slice(1, None), ROWS)).options(name="mask behind a slice"),
         sample(MATRIX, (False, slice(1, None))).options(name="False"),
+        sample(MATRIX, []).options(name="empty list"),
+        sample(MATRIX, (ROWS, DISTINCT)).options(name="mask and ids"),
+        sample(tensor(2, 5, 6), (slice(None), DISTINCT[:, None], COLUMNS)).options(name="2-D ids and mask"),
+        sample(tensor(5, 6, 2), (MASK, tensor(12, dtype=torch.int64, high=2))).options(name="mask of two dims and ids"),
+        sample(MATRIX, (ONE_ROW, None, DISTINCT)).options(name="one picked row and ids"),
+        sample(tensor(6, 5, 6), (COLUMNS, ROWS, [0, 5, 2])).options(name="two masks and a list"),
     )
 
 
@@ -108,6 +117,13 @@ class TestSetItem(Quick):
         sample(MATRIX, ROWS, tensor(3, 6)).options(name="mask with rows"),
         sample(MATRIX, MASK, tensor(12)).options(name="mask with values"),
         sample(tensor(2, 6, 3), (slice(1, None), DISTINCT), tensor(1, 3, 3)).options(name="slice and ids"),
+        sample(MATRIX, (ROWS, DISTINCT), tensor(3)).options(name="mask and ids"),
+        sample(tensor(2, 5, 6), (slice(None), DISTINCT[:, None], COLUMNS), tensor(3, 3)).options(
+            name="2-D ids and mask"
+        ),
+        sample(tensor(5, 6, 2), (MASK, tensor(12, dtype=torch.int64, high=2)), 2.5).options(name="mask of 2 dims, ids"),
+        sample(MATRIX, (ONE_ROW, DISTINCT), tensor(3)).options(name="one picked row and ids"),
+        sample(MATRIX, (ROWS, [True, False, False, True, True, False]), tensor(1)).options(name="two masks"),
     )
 
 
@@ -119,6 +135,8 @@ class TestIndexPut(Quick):
         sample(MATRIX, (DISTINCT,), tensor(3, 6)),
         sample(MATRIX, (IDS,), tensor(4, 6), accumulate=True),
         sample(MATRIX, [IDS, IDS], tensor(4), True),
+        sample(MATRIX, (ROWS, DISTINCT), tensor(3), True).options(name="mask and ids"),
+        sample(tensor(5, 6, 2), (IDS.view(2, 2), IDS[:2]), tensor(2, 2, 2), True).options(name="2-D ids"),
     )
 
 
@@ -210,3 +228,94 @@ def test_a_tensor_as_bound_of_a_slice_is_read():
     x, bound = spread(torch.arange(8.0), Replicate()), spread(torch.tensor(3), Replicate())
     assert x[:bound].shape == (3,)
     assert x[: bound + 1].shape == (4,)
+
+
+@pytest.mark.ranks(4)
+def test_ids_that_a_mask_picked_go_beside_it():
+    """``x[mask, labels[mask]]``: what the mask picks of the labels lies as what it picks of ``x``."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(7, 5, dtype=torch.float64), torch.tensor([4, 0, 0, 3, 1, 2, 2])
+    mask = torch.tensor([True, False, True, True, True, False, True])
+    plain = x.clone().requires_grad_()
+    weights = torch.arange(1.0, 6, dtype=torch.float64)
+    (plain[mask, labels[mask]] * weights).sum().backward()
+    mine, chosen = spread(x, Shard(0)).requires_grad_(), spread(mask, Shard(0))
+    picked_labels = spread(labels, Shard(0))[chosen]
+    with CommTrace() as trace:
+        picked = mine[chosen, picked_labels]
+    assert trace.counts == {"all_gather": 1, "all_to_all": 2}
+    assert picked.placements == (Shard(0),)
+    assert torch.equal(picked.full_tensor(), x[mask, labels[mask]])
+    weights = spread(weights, Shard(0))
+    with CommTrace() as trace:
+        (picked * weights).sum().backward()
+    assert trace.counts == {"all_to_all": 1}
+    assert torch.equal(mine.grad.full_tensor(), plain.grad)
+    with CommTrace() as trace:
+        mine.detach()[chosen, picked_labels] = picked.detach() * 2
+    assert trace.counts == {"all_gather": 1, "all_to_all": 2}
+    want = x.clone()
+    want[mask, labels[mask]] *= 2
+    assert torch.equal(mine.full_tensor(), want)
+
+
+@pytest.mark.ranks(4)
+def test_sharded_values_of_a_whole_target_are_gathered_and_added_ones_stay():
+    torch.manual_seed(0)
+    x, values, ids = torch.randn(5, 3), torch.randn(6, 3), torch.tensor([4, 0, 0, 2, 4, 1])
+    target, mine, my_ids = spread(x, Replicate()), spread(values, Shard(0)), spread(ids, Shard(0))
+    with CommTrace() as trace:
+        target[2:] = mine[:3]
+    assert trace.counts == {"all_to_all": 1, "all_gather": 1}  # of the slice, and of its values
+    assert torch.equal(target.full_tensor()[2:], values[:3])
+    target = spread(x, Replicate())
+    with CommTrace() as trace:
+        target.index_put_((my_ids,), mine, accumulate=True)
+    assert trace.counts == {"all_gather": 2}
+    torch.testing.assert_close(target.full_tensor(), x.index_put((ids,), values, accumulate=True))
+    target = spread(x, Replicate())
+    with CommTrace() as trace:
+        out = target.index_put((my_ids,), mine, accumulate=True)
+    assert trace.counts == {}
+    assert out.layout.is_partial()
+    torch.testing.assert_close(out.full_tensor(), x.index_put((ids,), values, accumulate=True))
+
+
+@pytest.mark.ranks(4)
+def test_values_travel_also_where_every_rank_knows_the_ids():
+    x, values, ids = torch.zeros(6, 2), torch.randn(5, 2), torch.tensor([4, 0, 2, 5, 1])
+    target, mine, whole = spread(x, Shard(0)), spread(values, Shard(0)).requires_grad_(), spread(ids, Replicate())
+    with CommTrace() as trace:
+        target[whole] = mine
+    assert trace.counts == {"all_to_all": 1}
+    assert torch.equal(target.full_tensor(), x.index_copy(0, ids, values))
+    (target * spread(torch.arange(6.0)[:, None], Shard(0))).sum().backward()
+    assert torch.equal(mine.grad.full_tensor(), ids[:, None].expand(5, 2).float())
+
+
+@pytest.mark.ranks(4)
+def test_a_bad_index_is_refused_on_every_rank():
+    """Also on ranks that hold nothing of what it picks, so that none waits for the others."""
+    write = torch.Tensor.__setitem__
+    x, rows = spread(torch.zeros(5, 6), Shard(0)), spread(torch.ones(5, dtype=torch.bool), Replicate())
+    too_far, ids = spread(torch.tensor([6]), Replicate()), spread(torch.arange(3), Replicate())
+    empty = spread(torch.zeros(1, 6), Shard(0))
+    float_ids, fifth = spread(torch.tensor([1.0]), Replicate()), spread(torch.tensor(5), Replicate())
+    pair, three_rows = spread(torch.arange(2), Replicate()), spread(torch.zeros(3, 6), Replicate())
+    cases = {
+        "step must be greater": [lambda: x[::-1]],
+        "out of": [lambda: x[5], lambda: x[fifth], lambda: x[:, too_far], lambda: empty[:, too_far]],
+        "out of .*range|out of bounds": [lambda: write(x, (too_far, 0), 1.0), lambda: write(empty, (0, too_far), 1.0)],
+        "shape of the mask": [lambda: x[:, rows], lambda: write(x, (slice(None), rows), 1.0)],
+        "shape mismatch": [lambda: x[rows, ids], lambda: write(x, (rows, ids), 1.0), lambda: x[ids, pair]],
+        "shape mismatch: value": [
+            lambda: write(x, slice(1, 3), three_rows),
+            lambda: x.index_put_((ids,), three_rows[None]),
+        ],
+        "must be long": [lambda: x[float_ids]],
+        "too many": [lambda: x[0, 0, 0]],
+    }
+    for match, calls in cases.items():
+        for call in calls:
+            with pytest.raises((IndexError, ValueError, RuntimeError), match=match):
+                call()

@@ -20,7 +20,7 @@ from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Shard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
-from .exchanging import Exchange, any_packed
+from .exchanging import Exchange, placed_along
 
 
 class Embedding(StrategyOp):
@@ -49,8 +49,10 @@ class Embedding(StrategyOp):
                 yield Strategy({"input": S(d)}, S(d))
             yield Strategy({"weight": P}, P)
             yield Strategy({"weight": S(0)}, P)
-            if not any_packed(call, "input", "weight"):
-                yield from (Strategy({"input": S(d), "weight": S(0)}, S(d)) for d in range(len(ids)))
+            for have in placed_along(call.spec("weight"), 0):
+                for d in range(len(ids)):
+                    for spread in placed_along(call.spec("input"), d):
+                        yield Strategy({"input": spread, "weight": have}, spread)
         if not (whole_rows or sparse):
             yield Strategy({"weight": S(1)}, S(len(ids)))
         elif any(isinstance(p, Shard) for spec in call.inputs for p in spec.layout.placements):

@@ -12,12 +12,13 @@ import torch
 
 from hyper_parallel import comm
 from hyper_parallel.boxes import dim_intervals, local_shape
-from hyper_parallel.call import Call
 from hyper_parallel.families.moving import Move, indices_of
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard
+from hyper_parallel.placements import Placement, Shard, on_dim
+from hyper_parallel.spec import Spec
+from hyper_parallel.strategy import S
 
-__all__ = ["Exchange", "any_packed"]
+__all__ = ["Exchange", "placed_along"]
 
 
 class Exchange:
@@ -122,7 +123,11 @@ class Exchange:
         return parts
 
 
-def any_packed(call: Call, *names: str) -> bool:
-    """Whether one of these inputs is a PackedShard: index and indexed dim have other sizes, so other sections."""
-    specs = [call.spec(name) for name in names if call.index(name) is not None]
-    return any(isinstance(p, PackedShard) for spec in specs for p in spec.layout.placements)
+def placed_along(spec: Spec, dim: int) -> list[Placement]:
+    """How an input is sharded along a dim, a packed placement first; plainly where it is not sharded at all.
+
+    For rows in which index and indexed dim are sharded together: they have other sizes and so other sections, of which
+    each must be named.
+    """
+    found = {on_dim(p, dim) for p in spec.layout.placements if isinstance(p, Shard) and p.dim == dim}
+    return sorted(found, key=lambda p: type(p) is Shard) or [S(dim)]

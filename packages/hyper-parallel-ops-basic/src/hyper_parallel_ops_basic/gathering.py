@@ -15,10 +15,10 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.held_indices import HeldIndices, pending_lookup
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial
+from hyper_parallel.placements import Partial, on_dim
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
-from .exchanging import Exchange, any_packed
+from .exchanging import Exchange, placed_along
 from .lookup import Lookup
 
 
@@ -26,6 +26,13 @@ def pending_of(call: Call, name: str) -> list[Partial]:
     """The kinds of pending reduction of an input."""
     found = {p for p in call.spec(name).layout.placements if isinstance(p, Partial)}
     return sorted(found, key=lambda p: p.reduce_op)
+
+
+def fetching_rows(call: Call, dim: int, index_dim: int, out: int) -> Iterable[Strategy]:
+    """``dim`` of the input and a dim of the index sharded together, where the index fetches what it asks for."""
+    for have in placed_along(call.spec("input"), dim):
+        for spread in placed_along(call.spec("index"), index_dim):
+            yield Strategy({"input": have, "index": spread}, on_dim(spread, out))
 
 
 class IndexSelect(StrategyOp):
@@ -55,8 +62,8 @@ class IndexSelect(StrategyOp):
             yield Strategy({"input": pending}, pending)
         if spec.shape:
             yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
-        if spec.shape and index.shape and not any_packed(call, "input", "index"):
-            yield Strategy({"input": S(dim), "index": S(0)}, S(dim))
+        if spec.shape and index.shape:
+            yield from fetching_rows(call, dim, 0, dim)
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
@@ -116,8 +123,8 @@ class Gather(IndexSelect):
             yield Strategy({"input": pending}, pending)
         if spec.shape:
             yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
-        if spec.shape and index.shape and not any_packed(call, "input", "index"):
-            yield Strategy({"input": S(dim), "index": S(dim)}, S(dim))
+        if spec.shape and index.shape:
+            yield from fetching_rows(call, dim, dim, dim)
 
     @staticmethod
     def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

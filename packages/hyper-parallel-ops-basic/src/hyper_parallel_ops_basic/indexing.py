@@ -14,20 +14,23 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution, normal_dim
+from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.held_indices import HeldIndices, one_row_more, pending_lookup
 from hyper_parallel.families.moving import Move, plain
 from hyper_parallel.families.ranges import keep_range
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, on_dim
+from hyper_parallel.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec, memory_order
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
-from .exchanging import Exchange
-from .index_arguments import Index, Item
-from .picking import Picked
+from .exchanging import Exchange, placed_along
+from .index_arguments import Index, Item, as_ids, asked_for, check_whole_ids
+from .picking import by_data
+from .sharded_masks import beside_of, leading, lying_as_picked, the_sharded_mask
 
 
 class GetItem(StrategyOp):
@@ -38,10 +41,11 @@ class GetItem(StrategyOp):
         pending="passes, of any kind",
         communicates=(
             "slice that does not stay in place: 1 all-to-all of the elements that change rank | the same; mask: 1 or 2 "
-            "all-gathers of counts and indices, 1 all-to-all | the same; index tensor sharded as its dim: 1 all-gather "
-            "of indices, 1 all-to-all of what they ask for | 1 all-to-all"
+            "all-gathers of counts and indices, 1 all-to-all | the same (beside it, index tensors that lie as what it "
+            "picks: 1 all-to-all each); index tensor sharded as its dim: 1 all-gather of indices, 1 all-to-all of what "
+            "they ask for | 1 all-to-all"
         ),
-        whole="a mask beside other index tensors on sharded dims: only the whole mask tells which of them go together",
+        whole="a second mask: only whole masks tell which of their elements go together",
     )
 
     makes_views = True
@@ -71,19 +75,25 @@ class GetItem(StrategyOp):
         for dim, picked in index.ranges().items():
             if spec.layout.shard_order[dim] or len(picked) == spec.shape[dim]:
                 yield Strategy([S(dim)], S(index.result.index(dim)))
-        alone = sum(i.kind in ("tensor", "mask") for i in index.items) == 1
         looked_up = pending_lookup(spec.dtype)
-        for item in [*index.ints(), *([] if index.has_mask else index.tensors())]:
+        for item in [*index.ints(), *index.tensors()]:
             yield Strategy([S(item.dim)], looked_up)
-        if index.mask is not None and alone:
+        lead = leading(call, index)
+        for mask in index.masks():
+            if mask is not lead:
+                yield from (Strategy([S(d)], looked_up) for d in mask.dims)
+        if lead is not None:
             # The picked elements are spread over the axes; the layout is known when they are.
-            for d in range(len(index.mask.value)):
+            beside = lying_as_picked(call, index, lead)
+            for d in range(len(lead.value)):
                 row: list[Placement] = [R] * len(call.inputs)
-                row[0] = S(index.mask.dim + d)
-                if index.mask.ref is not None:
-                    row[index.mask.ref.index] = S(d)
-                yield Strategy(row, S(index.gathered or 0))
-        yield from _gather_rows(index, len(call.inputs), _exchanged(index, call))
+                row[0] = S(lead.dim + d)
+                if lead.ref is not None:
+                    row[lead.ref.index] = S(d)
+                for item in beside:
+                    row[item.ref.index] = S(len(item.value) - 1)  # type: ignore[union-attr]
+                yield Strategy(row, S(index.picked))
+        yield from _gather_rows(index, call)
         for pending in {p for p in spec.layout.placements if isinstance(p, Partial)}:
             yield Strategy([pending], pending)
 
@@ -110,9 +120,9 @@ class GetItem(StrategyOp):
         solution.is_view, solution.copies = index.is_basic and not copies, index.is_basic and copies
         if any(i.ref is not None for i in index.ints()):
             solution.meta = lambda x, given: x[index.on_meta(given)]
-        if index.mask is not None:
+        if index.has_mask:
             _solve_by_data(solution, call, index, local)
-        elif local.differs(self.clamps):
+        elif local.differs(self.clamps) or (index.tensors() and local.is_empty):
             solution.local = local
         return solution
 
@@ -132,6 +142,11 @@ class _Reading:
         all of the whole."""
         sliced = any(part != slice(None) for part in self.slices.values()) if clamps else bool(self.slices)
         return bool(self.moves or self.held) or sliced
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing."""
+        return 0 in local_shape(self.target, self.shape, self.target.info.my_coordinate())
 
     def keep(self, dim: int, picked: range, output: Layout) -> Layout:
         """Take ``picked`` of a sharded dim; returns the result's layout."""
@@ -154,7 +169,9 @@ class _Reading:
         """The part of the result that this rank holds."""
         for dim, move in self.moves.items():
             x = in_memory_order(move(x, dim), memory_order(x.stride()))  # as a slice would have its dims
-        where = [self._local_part(item, given) for item in self.index.items]
+        where = [self._part(item, given) for item in self.index.items]
+        if not x.numel():  # then the function looks at no index
+            check_whole_ids(self.index, where, self.held)
         mine: torch.Tensor | None = None
         shares = False  # whether it is a view on this rank, which it must not be where it is none on others
         for at, item in enumerate(self.index.items):
@@ -162,14 +179,14 @@ class _Reading:
             if held is None:
                 continue
             if item.kind == "int":
-                position = held.position(where[at] % held.size)
+                position = held.position(where[at])
                 shares = position is not None
                 if position is None:
                     x = one_row_more(x, item.dim)
                     position = x.shape[item.dim] - 1  # zeros
                 where[at] = position
                 continue
-            ids = torch.as_tensor(where[at], device=x.device)
+            ids = as_ids(where[at], x.device)
             ids = torch.where(ids < 0, ids + held.size, ids)
             if item.dim in self.exchanges:
                 x, where[at], _ = self.exchanges[item.dim].read(x, ids)
@@ -182,114 +199,92 @@ class _Reading:
         out = x[tuple(where)]
         if mine is None:
             return out.clone() if shares and self.index.is_basic else out
-        after = out.ndim - (self.index.gathered or 0) - len(self.index.broadcast or ())
+        after = out.ndim - self.index.gathered.stop
         return out.masked_fill(~mine.view(*mine.shape, *[1] * after), 0)
 
-    def _local_part(self, item: Item, given: Sequence[Any]) -> Any:
-        if item.kind == "range":
-            if item.dim in self.slices:
-                return self.slices[item.dim]
-            picked = item.value
-            whole = len(picked) == self.shape[item.dim] and picked.step > 0
-            return slice(None) if whole else slice(picked.start, picked.stop, picked.step)
-        if item.kind == "int":
-            if item.ref is None:
-                return item.value
-            value, size = int(given[item.where or 0]), self.shape[item.dim]
-            if not -size <= value < size:
-                raise IndexError(f"index {value} is out of bounds for dimension {item.dim} with size {size}")
-            return value
-        return None if item.kind == "new" else given[item.where or 0]
+    def _part(self, item: Item, given: Sequence[Any]) -> Any:
+        cut = self.slices.get(item.dim) if item.kind == "range" else None
+        return asked_for(item, self.shape, given) if cut is None else cut
 
 
-def _gather_rows(index: Index, count: int, exchanged: Item | None) -> Iterable[Strategy]:
-    """Index tensors that are sharded alike, on a tensor that is not, or that is on the dim of ``exchanged``."""
-    for b, size in enumerate(index.broadcast or ()):
-        inputs: list[Placement] = [R] * count
-        legal = True
-        for item in index.tensors():
-            own = b - (len(index.broadcast or ()) - len(item.value))
-            if own >= 0 and item.value[own] == size:
-                if item.ref is None:  # a list is the same on every rank
-                    legal = False
-                else:
-                    inputs[item.ref.index] = S(own)
-        if not legal:
-            continue
-        out = S((index.gathered or 0) + b)
-        yield Strategy(inputs, out)
-        if exchanged is not None and exchanged.ref is not None and inputs[exchanged.ref.index] != R:
-            yield Strategy([S(exchanged.dim), *inputs[1:]], out)
+def _gather_rows(index: Index, call: Call) -> Iterable[Strategy]:
+    """Index tensors that are sharded alike, on a tensor that is not, or that is on the dim that one of them means."""
+    fetches = _fetching(index, call)
+    for place, size in enumerate(index.broadcast or ()):
+        along = [(item, place - len(index.gathered) + len(item.value)) for item in index.tensors()]
+        along = [(item, d) for item, d in along if d >= 0 and item.value[d] == size]
+        if any(item.ref is None for item, _ in along):
+            continue  # a list is the same on every rank
+        dims = {item.ref.index: d for item, d in along if item.ref is not None}
+        ways = {on_dim(p, 0): None for i, d in dims.items() for p in placed_along(call.inputs[i], d)}
+        for spread in ways:
+            inputs = [on_dim(spread, dims[i]) if i in dims else R for i in range(len(call.inputs))]
+            out = on_dim(spread, index.gathered[place])
+            yield Strategy(inputs, out)
+            if fetches is not None and fetches.ref is not None and fetches.ref.index in dims:
+                for have in placed_along(call.inputs[0], fetches.dim):
+                    yield Strategy([have, *inputs[1:]], out)
 
 
-def _exchanged(index: Index, call: Call) -> Item | None:
+def _fetching(index: Index, call: Call) -> Item | None:
     """The index tensor whose elements may be fetched: that of the only sharded dim of those that are looked up."""
     layout = call.inputs[0].layout
     found = [i for i in index.tensors() if layout.shard_order[i.dim]]
-    packed = any(isinstance(p, PackedShard) for spec in call.inputs for p in spec.layout.placements)
-    return found[0] if len(found) == 1 and not packed else None
+    return found[0] if len(found) == 1 else None
 
 
 def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading) -> None:
     """A mask: the result's shape is known only when it was computed, equally on all ranks."""
-    base, mask = solution.outputs[0], index.mask
+    base, target, dtype = solution.outputs[0], local.target, call.inputs[0].dtype
     assert base is not None
-    assert mask is not None
-    target, at = local.target, index.gathered or 0
-    dims = range(mask.dim, mask.dim + len(mask.value))
-    mask_shape = tuple(local.shape[d] for d in dims)
-    mask_layout = of_dims(target, dims)
-    sharded = any(target.shard_order[d] for d in dims)
+    mask = the_sharded_mask(leading(call, index), target, local.shape)
+    beside = beside_of(call, index, mask, solution.targets)
+    if beside is not None:
+        local.index = beside.index
+        columns = [i.dim for i in beside.index.tensors() if target.shard_order[i.dim]]
+        local.held |= {d: HeldIndices(target, local.shape, d) for d in columns}
     ranges = index.ranges()
     sizes = [None if source is None else len(ranges[source]) for source in index.result]
 
     def get(*args: Any, **kwargs: Any) -> Any:
-        from hyper_parallel.dtensor import wrap
-
-        given = list(local.given(args, kwargs))
-        chosen = torch.as_tensor(given[mask.where or 0], device=args[0].device).to(torch.bool)
-        if sharded and mask.ref is None:
-            chosen = local_piece(chosen, mask_layout)
-        given[mask.where or 0] = chosen
-        out, layout = local.read(args[0], given), base
+        x, given = args[0], local.given(args, kwargs)
+        layout, picked, is_one = base, None, False
+        parts = list(given)
+        if mask is None:
+            parts = parts if beside is None else beside.whole_parts(parts, x.device)
+        else:
+            here = parts[mask.item.where or 0] = mask.here(given, x.device)
+            picked = mask.picked(here)
+            if beside is not None:
+                parts, is_one = beside.parts(parts, here, picked)
+            if is_one:
+                for d in mask.item.dims:
+                    x = one_row_more(x, d)  # of zeros, which is where the ranks look that do not hold it
+        out = local.read(x, parts)
         shape = [size if n is None else n for size, n in zip(out.shape, sizes, strict=True)]
-        if sharded:
-            picked = Picked(chosen, mask_layout, mask_shape)
-            out, shape[at] = picked.spread(out, at), picked.total
-            layout = picked.layout_of(base, out.ndim, at)
+        if picked is not None and is_one:
+            layout = base.with_placements(dict.fromkeys(picked.over.axes, pending_lookup(dtype)))
+        elif picked is not None:
+            out, shape[index.picked] = picked.spread(out, index.picked), picked.total
+            layout = picked.layout_of(base, out.ndim, index.picked)
         varying = frozenset(a for a in call.inputs[0].varying if isinstance(layout.placements[a], Replicate))
         stride = contiguous_stride(shape)
-        if call.inputs[0].memory_order is not None:
-            stride = call.inputs[0].meta[index.with_picked(given, shape[at])].stride()
+        if any(spec.memory_order is not None for spec in call.inputs):
+            stride = call.inputs[0].meta[index.with_picked(given, shape[index.picked])].stride()
         spec = make_spec(layout, shape, stride, out.dtype, varying)
         return wrap(in_memory_order(out, spec.memory_order), spec)
 
     solution.local, solution.meta = get, by_data
 
 
-def by_data(*args: Any, **kwargs: Any) -> None:
-    """What a call whose results only the data tells gives on meta tensors."""
-
-
-def of_dims(layout: Layout, dims: Sequence[int]) -> Layout:
-    """Layout of a tensor over some of the dims, laid out as these are and Replicate beyond."""
-    mapping = {d: i for i, d in enumerate(dims)}
-    placements: dict[int, Placement] = {
-        a: on_dim(layout.placements[a], mapping[d]) for d in dims for a in layout.shard_order[d]
-    }
-    order = tuple(layout.shard_order[d] for d in dims)
-    return layout.with_order(tuple(placements.get(a, Replicate()) for a in range(len(layout.placements))), order)
-
-
-def local_piece(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's part of a tensor that every rank has."""
-    from hyper_parallel.random import local_part
-
-    return local_part(whole, layout, tuple(whole.shape))
-
-
 class Narrow(GetItem):
     """``narrow(x, dim, start, length)``."""
+
+    summary = OpSummary(
+        "every dim: slices stay in place or are spread anew",
+        pending="passes, of any kind",
+        communicates="slice that does not stay in place: 1 all-to-all of the elements that change rank | the same",
+    )
 
     signature = "input, dim, start, length"
     clamps = False
@@ -315,6 +310,8 @@ class Narrow(GetItem):
 
 class Select(Narrow):
     """``select(x, dim, index)``."""
+
+    summary = OpSummary("every dim; a sharded dim that is selected leaves a pending sum", pending="passes, of any kind")
 
     signature = "input, dim, index"
 

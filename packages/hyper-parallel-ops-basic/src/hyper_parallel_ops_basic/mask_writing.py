@@ -11,8 +11,7 @@ from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import LayoutOp
 
 from .factories import settled
-from .indexing import of_dims
-from .picking import Picked
+from .picking import Picked, of_dims
 
 
 class MaskedScatter(LayoutOp):

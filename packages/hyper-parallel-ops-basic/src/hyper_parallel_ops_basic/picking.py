@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.moving import Move, indices_of
 from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Shard
+from hyper_parallel.placements import Placement, Replicate, Shard, on_dim
+from hyper_parallel.spec import contiguous_stride, make_spec
 
 
 class Picked:
@@ -71,11 +74,41 @@ class Picked:
         rank; one all-to-all."""
         return Move(self._group, self._chunks, self._held)(rows, dim) if self.over else rows
 
+    def of_this_rank(self, rows: torch.Tensor, dim: int, is_spread: bool) -> torch.Tensor:
+        """Of a tensor with an element for each picked one along ``dim``, those of this rank's elements.
+
+        Args:
+            rows: whole along ``dim``, or this rank's chunk.
+            is_spread: whether the ranks have equal chunks of it, as :meth:`layout_of` says; costs 1 all-to-all.
+        """
+        return self.collect(rows, dim) if is_spread else rows.index_select(dim, self.places.to(rows.device))
+
     def layout_of(self, base: Layout, ndim: int, dim: int) -> Layout:
         """``base`` (for ``ndim`` dims) with the picked elements along ``dim`` in equal chunks."""
         placements = tuple(Shard(dim) if a in self.over.axes else p for a, p in enumerate(base.placements))
         order = tuple(self.over.axes if d == dim else axes for d, axes in enumerate(base.shard_order))
         return base.with_order(placements, (order + ((),) * ndim)[:ndim])
+
+
+def by_data(*args: Any, **kwargs: Any) -> None:
+    """What a call whose results only the data tells gives on meta tensors."""
+
+
+def known(
+    local: torch.Tensor, layout: Layout, shape: Sequence[int], stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A result whose global shape the data told, contiguous where no stride is given."""
+    return wrap(local, make_spec(layout, tuple(shape), stride or contiguous_stride(shape), local.dtype))
+
+
+def of_dims(layout: Layout, dims: Sequence[int]) -> Layout:
+    """Layout of a tensor over some of the dims, laid out as these are and Replicate beyond."""
+    mapping = {d: i for i, d in enumerate(dims)}
+    placements: dict[int, Placement] = {
+        a: on_dim(layout.placements[a], mapping[d]) for d in dims for a in layout.shard_order[d]
+    }
+    order = tuple(layout.shard_order[d] for d in dims)
+    return layout.with_order(tuple(placements.get(a, Replicate()) for a in range(len(layout.placements))), order)
 
 
 def _in_sequence(layout: Layout, shape: Sequence[int], over: OverAxes) -> bool:

@@ -8,7 +8,7 @@ the same mesh axes, the sources travel to the ranks that hold their places (:mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,71 +17,87 @@ from hyper_parallel.families.held_indices import HeldIndices
 from hyper_parallel.families.overwriting import overwrite
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Placement, is_replicate
+from hyper_parallel.placements import is_replicate, on_dim
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
-from .exchanging import Exchange, any_packed
+from .exchanging import Exchange, placed_along
 from .gathered_inputs import gathered_inside
 
 
 class _Write(StrategyOp):
-    """What the two kinds have in common.
+    """What the two kinds have in common: ``index`` says where, along ``dim`` of the target, the sources go.
+
+    What may be sharded on a mesh axis:
+
+    - another dim, of the target and all that lies beside it alike: no rank needs anything of another;
+    - ``dim``, with index and sources whole: each rank writes what falls into its piece;
+    - ``dim``, with index and sources sharded as well: the sources travel to the rank that holds their place;
+    - index and sources of a target that is whole: where they are added, not in place, the result is a pending sum;
+      otherwise each rank needs all of them, and they are gathered.
 
     Args:
         adds: whether what is written is added to the target.
-        linear: whether a pending sum of target and source passes.
+        linear: whether a pending sum of target and sources together passes.
+
+    Attributes:
+        source: name of the argument that has the sources; None without one.
+        beside: names of the arguments that have the target's other dims.
     """
+
+    source: ClassVar[str | None]
+    beside: ClassVar[Sequence[str]]
 
     def __init__(self, op_name: str, *, adds: bool = False, linear: bool = False) -> None:
         super().__init__(op_name)
         self.adds, self.linear = adds, linear
 
-    source: str
+    def source_dim(self, call: Call) -> int | None:
+        """The dim of the sources that runs along dim :meth:`index_dim` of the index; None when they do not match."""
+        raise NotImplementedError
 
-    def strategies(self, call: Call) -> Iterable[Strategy]:
-        dim, source = call.dim("dim"), self.source if call.index(self.source) is not None else None
-        assert dim is not None
-        for d in range(len(call.spec("input").shape)):
-            if d != dim:
-                row = self.other_dim(call, d, source)
-                if row is not None:
-                    yield Strategy(row, S(d))
-        if not call.spec("input").shape:
-            return
-        yield Strategy({"input": S(dim)}, S(dim))
-        along = self.along(call)
-        if source is not None and self.is_linear(call):
-            yield Strategy({"input": P, source: P}, P)
-            if self.is_adding(call) and along is not None:
-                yield Strategy({"input": P, "index": S(along[0]), source: S(along[1])}, P)
-        if along is not None and not any_packed(call, "input", "index", self.source):
-            sources: dict[str, Placement] = {} if source is None else {source: S(along[1])}
-            yield Strategy({"input": S(dim), "index": S(along[0])} | sources, S(dim))
+    def index_dim(self, call: Call) -> int:
+        """The dim of the index along which it says the places."""
+        raise NotImplementedError
 
     def is_linear(self, call: Call) -> bool:
-        """Whether this call is linear in target and source together."""
+        """Whether this call is linear in target and sources together."""
         return self.linear
 
     def is_adding(self, call: Call) -> bool:
         """Whether this call adds to the target."""
         return self.adds
 
-    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
-        """Placements when another dim than the written one is sharded."""
-        raise NotImplementedError
+    def sources(self, call: Call) -> list[str]:
+        """The argument with the sources, where it is a tensor."""
+        return [self.source] if self.source is not None and call.index(self.source) is not None else []
 
-    def along(self, call: Call) -> tuple[int, int] | None:
-        """The dims of index and source that run along the written dim; None when they do not match."""
-        raise NotImplementedError
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        dim, shape = call.dim("dim"), call.spec("input").shape
+        assert dim is not None
+        names = [name for name in self.beside if call.index(name) is not None]
+        for d in range(len(shape)):
+            if d != dim and len({call.spec(name).shape[d] for name in names}) == 1:
+                yield Strategy(dict.fromkeys(names, S(d)), S(d))
+        if not shape:
+            return
+        yield Strategy({"input": S(dim)}, S(dim))
+        sources = self.sources(call)
+        if sources and self.is_linear(call):
+            yield Strategy({"input": P} | dict.fromkeys(sources, P), P)
+        if (along := self.source_dim(call)) is None:
+            return
+        if sources and self.is_linear(call) and self.is_adding(call):
+            yield Strategy({"input": P, "index": S(self.index_dim(call))} | dict.fromkeys(sources, S(along)), P)
+        for have in placed_along(call.spec("input"), dim):
+            for spread in placed_along(call.spec("index"), self.index_dim(call)):
+                yield Strategy({"input": have, "index": spread} | dict.fromkeys(sources, on_dim(spread, along)), have)
 
     def solve(self, call: Call) -> Solution:
-        target, along = call.inputs[0].layout.placements, self.along(call)
-        pending = self.is_adding(call) and not call.inplace  # then sources stay, and leave a pending sum
-        axes = {}
-        if along is not None and not pending:
-            for name, d in zip(("index", self.source), along, strict=True):
-                if (i := call.index(name)) is not None:
-                    axes[i] = [a for a in call.inputs[i].layout.shard_order[d] if is_replicate(target[a])]
+        target, along, axes = call.inputs[0].layout.placements, self.source_dim(call), {}
+        if along is not None and (call.inplace or not self.is_adding(call)):
+            for name, d in [("index", self.index_dim(call)), *((name, along) for name in self.sources(call))]:
+                spec = call.spec(name)
+                axes[call.position(name)] = [a for a in spec.layout.shard_order[d] if is_replicate(target[a])]
         return gathered_inside(call, axes, super().solve)
 
     def local_function(
@@ -91,14 +107,10 @@ class _Write(StrategyOp):
         assert dim is not None
         if not targets[0].ndim or not targets[0].shard_order[dim]:
             return None
-        source = self.source if call.index(self.source) is not None else None
-        index_dim, source_dim = self.along(call) or (0, 0)
-        where = call.position("index")
-        shape, index_shape = tuple(call.inputs[0].shape), tuple(call.inputs[where].shape)
-        held, exchange = (
-            HeldIndices(targets[0], shape, dim),
-            Exchange(targets[0], shape, dim, targets[where], index_shape),
-        )
+        sources, along, index_dim = self.sources(call), self.source_dim(call) or 0, self.index_dim(call)
+        where, shape = call.position("index"), tuple(call.inputs[0].shape)
+        held = HeldIndices(targets[0], shape, dim)
+        exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
         func = getattr(torch, call.name.rstrip("_"))
         inplace, arguments = call.inplace, self.arguments
 
@@ -111,8 +123,8 @@ class _Write(StrategyOp):
                 whole = exchange.told(index, index_dim=index_dim)
                 needed = exchange.needed(whole, index_dim)
                 index = whole.index_select(index_dim, needed[exchange.rank]).to(index.device)
-                if source is not None:
-                    bound[source] = exchange.bring(bound[source], source_dim, index_dim, needed)
+                for name in sources:
+                    bound[name] = exchange.bring(bound[name], along, index_dim, needed)
 
             def written(x: torch.Tensor) -> torch.Tensor:
                 return held.write(x, index, lambda piece, at: func(piece, index=at, **bound))
@@ -122,30 +134,29 @@ class _Write(StrategyOp):
         return write
 
 
+_SUMMARY = OpSummary(
+    "every dim, the written one too; sources along it leave a pending sum where they are added",
+    pending="passes through target and source together, where linear",
+    communicates=(
+        "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all; "
+        "sources of a whole target, in place or not added: 1 all-gather of each | slice"
+    ),
+)
+
+
 class IndexWrite(_Write):
-    """``index_add``, ``index_copy``, ``index_fill``, ``index_reduce``: whole rows, by a vector of indices."""
+    """``index_add``, ``index_copy``, ``index_reduce``: whole rows, by a vector of indices."""
 
-    summary = OpSummary(
-        "every dim, the written one too; sources along it leave a pending sum where they are added",
-        pending="passes through target and source together, where linear",
-        communicates=(
-            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all; "
-            "sources of a whole target, in place or not added: 1 all-gather of each | slice"
-        ),
-    )
-
+    summary = _SUMMARY
     signature = "input, dim, index, source, reduce, *, alpha=1, include_self=True"
-    source = "source"
+    source: ClassVar[str | None] = "source"
+    beside: ClassVar[Sequence[str]] = ("input", "source")
 
-    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
-        return {"input": S(d), source: S(d)} if source else {"input": S(d)}
+    def index_dim(self, call: Call) -> int:
+        return 0
 
-    def along(self, call: Call) -> tuple[int, int] | None:
-        dim = call.dim("dim")
-        assert dim is not None
-        if not call.spec("index").shape or (call.index("source") is not None and not call.spec("source").shape):
-            return None
-        return 0, dim
+    def source_dim(self, call: Call) -> int | None:
+        return call.dim("dim") if call.spec("index").shape and call.spec("source").shape else None
 
 
 class IndexFill(IndexWrite):
@@ -153,46 +164,36 @@ class IndexFill(IndexWrite):
 
     summary = OpSummary(
         "every dim, the written one too",
+        communicates=(
+            "target and index sharded by one axis: 1 all-gather of indices; index of a whole target: 1 all-gather of it"
+        ),
     )
 
     signature = "input, dim, index, value"
-    source = "value"
+    source = None
+    beside = ("input",)
 
-    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
-        return {"input": S(d)}
-
-    def along(self, call: Call) -> tuple[int, int] | None:
-        return super().along(call) if call.index("value") is None else None
+    def source_dim(self, call: Call) -> int | None:
+        return 0 if call.spec("index").shape else None
 
 
 class Scatter(_Write):
     """``scatter``, ``scatter_add``, ``scatter_reduce``: single elements, by a tensor of indices."""
 
-    summary = OpSummary(
-        "every dim, the written one too; sources along it leave a pending sum where they are added",
-        pending="passes through target and source together, where linear",
-        communicates=(
-            "target, index and sources sharded by one axis: 1 all-gather of indices, 1 all-to-all | 1 all-to-all; "
-            "sources of a whole target, in place or not added: 1 all-gather of each | slice"
-        ),
-    )
-
+    summary = _SUMMARY
     signature = "input, dim, index, src, reduce, *, value, include_self=True"
     source = "src"
+    beside = ("input", "index", "src")
 
-    def other_dim(self, call: Call, d: int, source: str | None) -> dict[str, Placement] | None:
-        names = ["input", "index", *([source] if source else [])]
-        if len({call.spec(name).shape[d] for name in names}) > 1:
-            return None
-        return {name: S(d) for name in names}
-
-    def along(self, call: Call) -> tuple[int, int] | None:
+    def index_dim(self, call: Call) -> int:
         dim = call.dim("dim")
         assert dim is not None
-        if not call.spec("index").shape:
-            return None
-        other = call.index("src")
-        return (dim, dim) if other is None or call.inputs[other].shape[dim] == call.spec("index").shape[dim] else None
+        return dim
+
+    def source_dim(self, call: Call) -> int | None:
+        dim, index = self.index_dim(call), call.spec("index").shape
+        fits = bool(index) and all(call.spec(name).shape[dim] == index[dim] for name in self.sources(call))
+        return dim if fits else None
 
     def is_linear(self, call: Call) -> bool:
         reduce = call.arg("reduce")

@@ -13,17 +13,14 @@ import torch
 
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.dispatcher import dispatch
-from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.elementwise import Elementwise, broadcast_shape
 from hyper_parallel.families.over_axes import global_indices
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import FunctionOp, OpSummary
-from hyper_parallel.spec import contiguous_stride, make_spec
 from hyper_parallel.strategy import LayoutOp, Strategy
 
 from .factories import settled
-from .indexing import by_data
-from .picking import Picked
+from .picking import Picked, by_data, known
 
 
 class NonZero(LayoutOp):
@@ -77,7 +74,7 @@ def nonzero_of(layout: Layout, shape: tuple[int, ...], as_tuple: bool) -> Callab
         if not shape:  # a number: one row of no columns (as a tuple, one column), or none
             chosen = chosen.reshape(1) if as_tuple else chosen
             rows, whole = chosen.nonzero(), layout.replicated(1 if as_tuple else 2)
-            return (_known(rows.squeeze(1), whole, (len(rows),)),) if as_tuple else _known(rows, whole, rows.shape)
+            return (known(rows.squeeze(1), whole, (len(rows),)),) if as_tuple else known(rows, whole, rows.shape)
         mine = chosen.nonzero()
         picked = Picked(chosen, layout, shape)
         # As on one device, the indices along one dim lie side by side in memory.
@@ -85,17 +82,11 @@ def nonzero_of(layout: Layout, shape: tuple[int, ...], as_tuple: bool) -> Callab
         by_dim = picked.spread(by_dim, 1)
         if not as_tuple:
             spread = picked.layout_of(layout.replicated(2), 2, 0)
-            return _known(by_dim.t(), spread, (picked.total, len(shape)), (1, picked.total))
+            return known(by_dim.t(), spread, (picked.total, len(shape)), (1, picked.total))
         spread = picked.layout_of(layout.replicated(1), 1, 0)
-        return tuple(_known(column, spread, (picked.total,)) for column in by_dim.unbind())
+        return tuple(known(column, spread, (picked.total,)) for column in by_dim.unbind())
 
     return find
-
-
-def _known(
-    local: torch.Tensor, layout: Layout, shape: Sequence[int], stride: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    return wrap(local, make_spec(layout, shape, stride or contiguous_stride(shape), local.dtype))
 
 
 class MaskedSelect(FunctionOp):

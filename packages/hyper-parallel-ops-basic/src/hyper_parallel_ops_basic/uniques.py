@@ -11,17 +11,15 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Solution
-from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial, Placement, on_dim
-from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.placements import Partial, Placement
 from hyper_parallel.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
 
 from .factories import settled
-from .indexing import by_data
+from .picking import by_data, known, of_dims
 
 
 class Unique(LayoutOp):
@@ -57,23 +55,16 @@ class Unique(LayoutOp):
             # Where this rank's own values lie in the table of all: they were gathered in the ranks' order.
             own = positions.narrow(0, first, len(found))
             spec = whole if dim is None else layout.replicated(len(shape))
-            results = [_wrapped(table, spec)]
+            results = [known(table, spec, table.shape)]
             if inverse:
-                where = layout if dim is None else whole.with_order(*_along(layout, dim))
-                results.append(_wrapped(own[places], where, shape if dim is None else (shape[dim],)))
+                where = layout if dim is None else of_dims(layout, [dim])
+                results.append(known(own[places], where, shape if dim is None else (shape[dim],)))
             if counts:
                 total = torch.zeros(table.shape[dim or 0], dtype=torch.int64, device=x.device)
-                results.append(_wrapped(over.sum(total.index_add_(0, own, found)), whole))
+                results.append(known(over.sum(total.index_add_(0, own, found)), whole, total.shape))
             return results[0] if len(results) == 1 else tuple(results)
 
         return Solution([layout], [], find, meta=by_data)
-
-
-def _along(layout: Layout, dim: int) -> tuple[tuple[Placement, ...], tuple[tuple[int, ...], ...]]:
-    placements = tuple(
-        on_dim(layout.placements[a], 0) if a in layout.shard_order[dim] else R for a in range(len(layout.placements))
-    )
-    return placements, (layout.shard_order[dim],)
 
 
 def _gathered(mine: torch.Tensor, over: OverAxes, dim: int) -> tuple[torch.Tensor, int]:
@@ -87,11 +78,6 @@ def _gathered(mine: torch.Tensor, over: OverAxes, dim: int) -> tuple[torch.Tenso
     whole = torch.cat([part[:n] for part, n in zip(over.gather(padded), counts, strict=True)])
     group = over.layout.info.group(over.axes)
     return whole.movedim(0, dim), sum(counts[: sorted(group.coordinates).index(group.coordinates[group.rank])])
-
-
-def _wrapped(local: torch.Tensor, layout: Layout, shape: Sequence[int] | None = None) -> torch.Tensor:
-    shape = tuple(local.shape if shape is None else shape)
-    return wrap(local, make_spec(layout, shape, contiguous_stride(shape), local.dtype))
 
 
 class IsIn(StrategyOp):

@@ -30,15 +30,8 @@ class HeldIndices:
         Raises:
             IndexError: when an index is held nowhere (on accelerators an assertion of the device, as in PyTorch).
         """
-        self._check(index)
+        check_in_range(index, self.size)
         return locate(index, self.intervals)
-
-    def _check(self, index: torch.Tensor) -> None:
-        inside = ((index >= 0) & (index < self.size)).all()
-        if index.device.type != "cpu":
-            torch._assert_async(inside)
-        elif not inside:
-            raise IndexError(f"index out of range: between {int(index.min())} and {int(index.max())}, size {self.size}")
 
     def position(self, index: int) -> int | None:
         """Local position of one index; None when another rank holds it."""
@@ -69,6 +62,19 @@ class HeldIndices:
         size = x.shape[self.dim]
         positions = positions.masked_fill(~held, size)
         return put(one_row_more(x, self.dim), positions).narrow(self.dim, 0, size)
+
+
+def check_in_range(index: torch.Tensor, size: int) -> None:
+    """Whether indices, of no negative numbers, are below ``size``.
+
+    Raises:
+        IndexError: when not (on accelerators an assertion of the device, as in PyTorch).
+    """
+    inside = ((index >= 0) & (index < size)).all()
+    if index.device.type != "cpu":
+        torch._assert_async(inside)
+    elif not inside:
+        raise IndexError(f"index out of range: between {int(index.min())} and {int(index.max())}, size {size}")
 
 
 def locate(index: torch.Tensor, held: Intervals) -> tuple[torch.Tensor, torch.Tensor]:
