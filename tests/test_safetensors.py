@@ -11,7 +11,7 @@ from checkpoint_models import build, same_tensors, whole_state
 from torch import nn
 
 from hyper_parallel import CheckpointError, CommTrace, DTensor, Replicate, Shard
-from hyper_parallel.checkpoint import hugging_face, load_safetensors, save_safetensors
+from hyper_parallel.checkpoint import hugging_face, load_safetensors, safetensors_file, save_safetensors
 from hyper_parallel.distribute import as_parameter
 from hyper_parallel.testing.placing import make, mesh_of
 
@@ -217,7 +217,7 @@ def test_what_rank_0_cannot_write_fails_on_every_rank(tmp_path):
 def failing_write(folder):
     net = build(1, "fsdp", dist.get_world_size())
     written = []
-    original = hugging_face._write
+    original = safetensors_file._write
 
     def write(stream, tensor):
         if len(written) == 3:
@@ -225,12 +225,12 @@ def failing_write(folder):
         written.append(tensor)
         original(stream, tensor)
 
-    hugging_face._write = write
+    safetensors_file._write = write
     try:
         with pytest.raises(CheckpointError, match="OSError: No space left"):
             save_safetensors(net, folder)
     finally:
-        hugging_face._write = original
+        safetensors_file._write = original
 
 
 def test_a_failed_export_leaves_the_last_one(ranks, tmp_path):

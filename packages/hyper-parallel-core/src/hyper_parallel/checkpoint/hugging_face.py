@@ -8,13 +8,10 @@ The names are those of the module's state dict; for a model of ``transformers`` 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +19,7 @@ from torch import nn
 
 from hyper_parallel.checkpoint.blocks import blocks
 from hyper_parallel.checkpoint.model_state import canonical, second_names, ties
+from hyper_parallel.checkpoint.safetensors_file import SafetensorsFile, incomplete, library, nbytes
 from hyper_parallel.checkpoint.stored_names import Piece, pieces_of, whole_piece
 from hyper_parallel.checkpoint.whole_tensors import full_tensors, rank
 from hyper_parallel.dtensor import DTensor
@@ -56,16 +54,16 @@ def save_safetensors(
         CheckpointError: on every rank, when rank 0 could not write.
         TypeError: the state dict has an entry that is no tensor.
     """
-    hub = _library("huggingface_hub")
+    hub = library("huggingface_hub")
     state, pieces, tied = _to_write(model)
     sizes = {p.name: torch.empty(p.shape, dtype=state[p.source].dtype, device="meta") for p in pieces}
     split = hub.split_state_dict_into_shards_factory(
-        sizes, get_storage_size=_nbytes, filename_pattern=PATTERN, max_shard_size=max_shard_size
+        sizes, get_storage_size=nbytes, filename_pattern=PATTERN, max_shard_size=max_shard_size
     )
     notes = {"format": "pt", **tied, **(metadata or {})}
     folder = Path(folder)
     files = {
-        name: _File(folder / name, {m: sizes[m] for m in members}, notes)
+        name: SafetensorsFile(folder / name, {m: sizes[m] for m in members}, notes)
         for name, members in split.filename_to_tensors.items()
     }
     file_of = {member: files[name] for name, members in split.filename_to_tensors.items() for member in members}
@@ -99,7 +97,7 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
         CheckpointError: names are missing or unexpected (``strict``), shapes differ, files are missing; it lists all.
         RuntimeError: the module is on the meta device.
     """
-    safetensors = _library("safetensors")
+    safetensors = library("safetensors")
     targets = {canonical(n): t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
     if on_meta:
@@ -163,86 +161,18 @@ def _to_write(model: nn.Module) -> tuple[dict[str, Any], list[Piece], dict[str, 
     return state, [p for p in pieces if p.source not in first], tied
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
-
-
-class _File:
-    """A file of an export, under a name that nobody reads; its tensors may come in any order.
-
-    Args:
-        path: its name in the end.
-        tensors: of the shapes and dtypes that it gets.
-        notes: its metadata.
-    """
-
-    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> None:
-        self.path, self._tensors, self._notes = path, tensors, notes
-        self._starts: dict[str, int] = {}
-        self._stream: BinaryIO | None = None
-
-    def _open(self) -> BinaryIO:
-        header: dict[str, Any] = {"__metadata__": dict(self._notes)}
-        end = 0
-        # The order of the safetensors library, which keeps every tensor aligned.
-        for name, tensor in sorted(self._tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-            start, end = end, end + _nbytes(tensor)
-            header[name] = {"dtype": _kind(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        stream = _incomplete(self.path).open("wb")
-        stream.write(len(text).to_bytes(8, "little") + text)
-        self._starts = {n: 8 + len(text) + header[n]["data_offsets"][0] for n in self._tensors}
-        return stream
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor in its place; the last one closes the file."""
-        if self._stream is None:
-            self._stream = self._open()
-        self._stream.seek(self._starts.pop(name))
-        _write(self._stream, tensor)
-        if not self._starts:
-            self.close()
-
-    def close(self) -> None:
-        """Have it on disk."""
-        if self._stream is None:
-            self._stream = self._open()
-        if not self._stream.closed:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-
-
-def _write_piece(file: _File, piece: Piece, whole: torch.Tensor) -> None:
+def _write_piece(file: SafetensorsFile, piece: Piece, whole: torch.Tensor) -> None:
     file.write(piece.name, piece.of(whole))
-
-
-@functools.cache
-def _kind(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype, in its own words."""
-    _library("safetensors")
-    from safetensors.torch import save
-
-    data = save({"x": torch.empty(0, dtype=dtype)})
-    return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]["dtype"])
-
-
-def _write(stream: BinaryIO, tensor: torch.Tensor) -> None:
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.numel():
-        stream.write((ctypes.c_char * _nbytes(tensor)).from_address(tensor.data_ptr()))
 
 
 def _put_in_place(folder: Path, split: Any, tied: Mapping[str, str]) -> None:
     """Rename the files, remove those of an older export, and write the index of several."""
-    index = _incomplete(folder / INDEX)
+    index = incomplete(folder / INDEX)
     if split.is_sharded:
         content = {"metadata": {**split.metadata, **tied}, "weight_map": split.tensor_to_filename}
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     for name in split.filename_to_tensors:
-        _incomplete(folder / name).rename(folder / name)
+        incomplete(folder / name).rename(folder / name)
     if split.is_sharded:
         index.rename(folder / INDEX)
     else:
@@ -250,10 +180,6 @@ def _put_in_place(folder: Path, split: Any, tied: Mapping[str, str]) -> None:
     for old in {folder / "model.safetensors", *folder.glob("model-?????-of-?????.safetensors")}:
         if old.name not in split.filename_to_tensors:
             old.unlink(missing_ok=True)
-
-
-def _incomplete(path: Path) -> Path:
-    return path.with_name(f".{path.name}.incomplete")
 
 
 def _raise_everywhere(error: Exception | None, folder: Path) -> None:
@@ -335,12 +261,3 @@ def _read(part: Any, piece: Piece, target: torch.Tensor) -> None:
 def _named(title: str, names: Iterable[str]) -> list[str]:
     found = sorted(names)
     return [f"  {title}: {', '.join(found)}"] if found else []
-
-
-def _library(name: str) -> Any:
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise ImportError(
-            f"safetensors files need {name}: pip install 'hyper-parallel-core[safetensors]'", name=name
-        ) from error
