@@ -140,6 +140,18 @@ def test_attention_whose_key_value_heads_the_ranks_do_not_divide():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_attention_whose_values_have_a_size_of_their_own(kv_heads):
+    """As MiMo-V2 has it: 192 features of queries and keys, 128 of values."""
+    model, twin = twins(lambda: Attention(kv_heads=kv_heads, head_dim=4, value_dim=3))
+    parallelize_module(
+        model, mesh(), {"": AttentionParallel(query="q", key="k", value="v", output="o", use_local_output=True)}
+    )
+    assert model.v.weight.placements == ((S0,) if kv_heads == 2 else (R,))
+    check(model, twin, hidden())
+
+
+@pytest.mark.ranks(2)
 def test_attention_that_cannot_be_split_says_so():
     with pytest.raises(ValueError, match="2 ranks do not divide the 3 query heads of Attention"):
         AttentionParallel(query="q", key="k", value="v", output="o").apply(Attention(heads=3, kv_heads=3), mesh())

@@ -34,17 +34,18 @@ class Mlp(nn.Module):
 class Attention(nn.Module):
     """Causal attention with grouped heads; head counts follow from the projections, as in transformers."""
 
-    def __init__(self, width=8, heads=4, kv_heads=4, head_dim=2, bias=False):
+    def __init__(self, width=8, heads=4, kv_heads=4, head_dim=2, value_dim=2, bias=False):
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.q = nn.Linear(width, heads * head_dim, bias=bias)
         self.k = nn.Linear(width, kv_heads * head_dim, bias=bias)
-        self.v = nn.Linear(width, kv_heads * head_dim, bias=bias)
-        self.o = nn.Linear(heads * head_dim, width, bias=bias)
+        self.v = nn.Linear(width, kv_heads * value_dim, bias=bias)
+        self.o = nn.Linear(heads * value_dim, width, bias=bias)
 
     def forward(self, x):
         batch, length = x.shape[:-1]
-        q, k, v = (p(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for p in (self.q, self.k, self.v))
+        sizes = {self.q: self.head_dim, self.k: self.head_dim, self.v: self.value_dim}
+        q, k, v = (p(x).view(batch, length, -1, size).transpose(1, 2) for p, size in sizes.items())
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(out.transpose(1, 2).reshape(batch, length, -1))
 

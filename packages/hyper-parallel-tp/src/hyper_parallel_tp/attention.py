@@ -23,7 +23,7 @@ class AttentionParallel(ParallelStyle):
 
     Args:
         query, key, value, output: names of the projections in the block.
-        head_dim: features per head; by default the block's attribute ``head_dim``.
+        head_dim: features per head of queries and keys; by default the block's attribute ``head_dim``.
         input_layouts: what the block's first input is when it is plain; default Replicate. ``Shard(1)`` for sequence
             parallel: the whole sequence is gathered once for all projections.
         output_layouts: what the output projection's result becomes; default Replicate, ``Shard(1)`` for sequence
@@ -64,8 +64,9 @@ class AttentionParallel(ParallelStyle):
             )
         split = ColwiseParallel(use_local_output=False)
         join = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
-        for name in (self.query, self.key, self.value):
-            if self._heads(module, name) % ranks == 0:
+        self._apply(split, getattr(module, self.query), device_mesh)
+        if self._heads(module, self.key) % ranks == 0:  # there are as many value heads, which may have another size
+            for name in (self.key, self.value):
                 self._apply(split, getattr(module, name), device_mesh)
         self._apply(join, getattr(module, self.output), device_mesh)
         self.replicate(module, device_mesh)
