@@ -192,9 +192,17 @@ def test_ops_says_what_is_communicated_as_the_table_of_operators_does(site):
     assert op["rule"]["summary"]["communicates"].startswith("sharded keys: 2 all-reduces")
 
 
+NO_NUMPY = """raise ModuleNotFoundError("No module named 'numpy'", name="numpy")"""
+
+
 def test_commands_say_nothing_about_a_missing_numpy(site):
-    (site.folder / "numpy.py").write_text("raise ImportError('there is none')")
-    done = site.run("-m", "hyper_parallel", "ops", "softmax", check=False)
+    (site.folder / "numpy.py").write_text(NO_NUMPY)
+    site.install(
+        "acme", ops="ldexp: {distributed_op_module: hp_acme.rules, distributed_op_class: Rows, override: true}"
+    )
+    (site.folder / "hp_acme" / "rules.py").write_text(textwrap.dedent(RULES))
+    done = site.run("-m", "hyper_parallel", "ops", "ldexp")
+    assert "S(0)   ->  S(0)" in done.stdout  # torch was imported
     assert "numpy" not in done.stderr.lower()
 
 
@@ -279,3 +287,20 @@ def test_program_is_fast_and_needs_no_torch(site):
 def cpu_seconds_of_children():
     times = os.times()
     return times.children_user + times.children_system
+
+
+def test_random_numbers_need_no_numpy(site):
+    """The comparison of the ranks' generators reads their states."""
+    (site.folder / "numpy.py").write_text(NO_NUMPY)
+    code = """
+        import torch
+        from torch.distributed import HashStore, init_process_group
+        from hyper_parallel import Replicate, init_device_mesh, randn
+        init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        x = randn(3, device_mesh=init_device_mesh("cpu", (1,)), placements=[Replicate()])
+        try:
+            torch.ones(1).numpy()
+        except RuntimeError as error:
+            print(tuple(x.shape), error)
+    """
+    assert site.python(code).stdout.strip() == "(3,) Numpy is not available"
