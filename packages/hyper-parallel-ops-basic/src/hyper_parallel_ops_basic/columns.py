@@ -21,29 +21,48 @@ class Columns(StrategyOp):
     """The rows of a column are those of one channel after another, so whole channels are computed where they lie. Rows
     then travel to (``fold``: come from) the equal chunks of all rows, where whole channels are none.
 
+    Of sharded positions every rank joins its own columns, which leaves a pending sum.
+
     Args:
         joins: whether the columns are joined to an image (``fold``).
     """
-
-    summary = OpSummary(
-        "samples, channels",
-        pending="passes",
-        communicates="channels that do not divide evenly: 1 all-to-all of the rows that change rank | the same",
-        whole="positions: the patches overlap",
-    )
 
     def __init__(self, op_name: str, *, signature: str, joins: bool = False) -> None:
         self.signature = signature
         super().__init__(op_name)
         self.joins = joins
+        self.summary = OpSummary(
+            "samples, channels; positions leave a pending sum" if joins else "samples, channels",
+            pending="passes",
+            communicates="channels that do not divide evenly: 1 all-to-all of the rows that change rank | the same",
+            whole="" if joins else "positions: the patches overlap",
+        )
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         batched = len(call.inputs[0].shape) == (3 if self.joins else 4)
         for d in range(1 + batched):
             yield Strategy([S(d)], S(d))
+        if self.joins:
+            yield Strategy([S(1 + batched)], P)
         yield Strategy([P], P)
 
     def solve(self, call: Call) -> Solution:
+        solution = self._by_channels(call)
+        layout, shape = solution.targets[0], tuple(call.inputs[0].shape)
+        if not self.joins or not layout.shard_order[-1]:
+            return solution
+        func = solution.local or call.func
+        held = indices_of(dim_intervals(layout, shape, len(shape) - 1, call.info.my_coordinate()))
+
+        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            room = x.new_zeros(*x.shape[:-1], shape[-1])
+            return func(room.index_copy(-1, held.to(x.device), x), *args, **kwargs)
+
+        solution.local = local
+        return solution
+
+    def _by_channels(self, call: Call) -> Solution:
+        """The solution where positions are whole."""
         solution = super().solve(call)
         target, (output,) = solution.targets[0], solution.outputs
         assert output is not None

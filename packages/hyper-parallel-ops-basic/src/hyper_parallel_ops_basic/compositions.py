@@ -67,7 +67,8 @@ def _trapezoids(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
     return pairs * steps
 
 
-def gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> tuple[Tensor, ...]:
+def gradient(input: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> tuple[Tensor, ...]:
+    spacing = 1 if spacing is None else spacing
     dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     several = isinstance(spacing, (tuple, list))
     return tuple(

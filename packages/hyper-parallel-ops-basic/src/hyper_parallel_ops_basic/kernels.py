@@ -1,8 +1,8 @@
 """Kernels that PyTorch's own layers and compiled graphs call by name, in terms of the functions that users call; see
 :mod:`hyper_parallel_ops_basic.composed`.
 
-Statistics that a norm returns beside its result are computed anew, and have no gradient: PyTorch's are for its own
-backward.
+Statistics that a norm returns beside its result are computed anew; as in PyTorch only those of group_norm have a
+gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def native_layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = F.layer_norm(input, normalized_shape, weight, bias, eps)
-    return out, *_statistics(input, list(range(-len(normalized_shape), 0)), eps, keepdim=True)
+    return out, *_statistics(input.detach(), list(range(-len(normalized_shape), 0)), eps, keepdim=True)
 
 
 def native_group_norm(
@@ -55,11 +55,11 @@ def native_batch_norm(
     out = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return out, input.new_empty(0), input.new_empty(0)
-    return out, *_statistics(input, [d for d in range(input.ndim) if d != 1], eps)
+    return out, *_statistics(input.detach(), [d for d in range(input.ndim) if d != 1], eps)
 
 
 def _statistics(x: Tensor, dims: list[int], eps: float, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    var, mean = torch.var_mean(x.detach(), dims, correction=0, keepdim=keepdim)
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=keepdim)
     return mean, (var + eps).rsqrt()
 
 
