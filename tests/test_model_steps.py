@@ -234,6 +234,7 @@ VARIANTS = {f"{name}, uneven batch": variant(name, batch=3, policy="auto", use_c
     "qwen3_5, padded": variant("qwen3_5", padded=True),
     "qwen3_moe, eager experts": variant("qwen3_moe", experts="eager"),
     "deepseek_v32, eager attention, padded": variant("deepseek_v32", attention="eager", padded=True),
+    # Attention works image by image. Joined again they are packed, and what is added to them is not.
     "qwen3_vl_moe, images": variant(
         "qwen3_vl_moe", sizes=SPECIAL_TOKENS, plan=ATTENTION | MOE | VISION_MLP, images=True, policy="auto"
     ),
@@ -244,6 +245,9 @@ VARIANTS = {f"{name}, uneven batch": variant(name, batch=3, policy="auto", use_c
         images=True,
         policy="auto",
     ),
+    # Over two data ranks: one of them has nothing.
+    "llama, one sequence": variant("llama", batch=1),
+    "qwen3_moe, one sequence": variant("qwen3_moe", batch=1),
     "deepseek_v3, batched experts": variant("deepseek_v3", experts="batched_mm"),
 }
 

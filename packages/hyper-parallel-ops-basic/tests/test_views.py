@@ -108,6 +108,17 @@ class TestMatrixTransposes(Views):
     samples = (sample(tensor(5, 3)),)
 
 
+def viewed_rows(x):
+    return torch.stack([row.view(-1) for row in x.transpose(0, 1).unbind(1)])
+
+
+class TestViewsOfUnboundRows(Views):
+    """Each is dense on one device, and where it is a copy."""
+
+    op = viewed_rows
+    samples = (sample(tensor(3, 5, 4)),)
+
+
 @pytest.mark.ranks(4)
 def test_sharded_heads_survive_a_norm_over_all_of_them():
     """``[batch, tokens, heads, features]`` flattened to rows, and back to ``[batch, tokens, heads * features]``."""

@@ -173,6 +173,7 @@ class Unbind(LayoutOp):
             return Solution([have], [output] * shape[dim], is_view=True)
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-            return transition(x, (have, NOT_VARYING), (layout, NOT_VARYING), shape).unbind(dim)
+            whole = transition(x, (have, NOT_VARYING), (layout, NOT_VARYING), shape)
+            return whole.movedim(dim, 0).contiguous().unbind()  # each dense, as one that is viewed anew has to be
 
         return Solution([have], [output] * shape[dim], local, copies=True)
