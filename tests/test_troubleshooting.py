@@ -162,12 +162,15 @@ def test_failure_of_one_rank_as_torchrun_shows_it(tmp_path):
     script.write_text(
         textwrap.dedent(
             """
+            import signal
             import torch, torch.distributed as dist
             from torch.distributed.elastic.multiprocessing.errors import record
 
             @record
             def main():
                 dist.init_process_group("gloo")
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before the echo is printed
+                dist.barrier()
                 if dist.get_rank() == 1:
                     raise ValueError("a bad sample in this rank's data")
                 dist.all_reduce(torch.ones(1))
