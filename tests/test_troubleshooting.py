@@ -61,6 +61,17 @@ def multiplies_what_does_not_fit():
     return left * right
 
 
+def writes_while_a_row_lives():
+    x = distribute_tensor(torch.ones(4, 2), mesh_of(), [Shard(0)])
+    row = x.select(0, 1)
+    x.mul_(2)
+    return row
+
+
+def writes_to_windows():
+    distribute_tensor(torch.ones(4, 2), mesh_of(), [Shard(0)]).unfold(0, 2, 2).mul_(2)
+
+
 def gives_different_batches():
     model = parallelize_module(nn.Sequential(nn.Linear(4, 6)), mesh_of(), {"0": ColwiseParallel()})
     require_same_inputs(model, mesh_of())
@@ -100,6 +111,7 @@ ON_RANKS = {
     "A plain tensor meets a DTensor": [mixes_plain_and_distributed],
     "A plain batch is refused": [gives_a_plain_batch],
     "The layouts do not fit an operator": [multiplies_what_does_not_fit],
+    "A write in place is refused": [writes_while_a_row_lives, writes_to_windows],
     "The loss is wrong with tensor parallelism, and nothing raises": [gives_different_batches],
     "Ranks draw different random numbers": [seeds_by_rank],
     "The program hangs": [waits_for_a_rank_that_does_not_come],

@@ -218,7 +218,7 @@ class Solution:
             is its gradient).
         uncounted: inputs read only for dtype, device or shape.
         is_view: whether the output shares memory with the first input.
-        copies: whether it does so on one device but not here: a write to it would be lost, and is refused.
+        copies: whether it does so on one device but not here: a write to it is carried to the input, or refused.
         shapes: global shape of each output where the rule knows it (cheap); None: found with meta tensors.
         meta: computes the outputs' global shapes on meta tensors; None for the function itself.
     """
