@@ -193,16 +193,40 @@ def test_a_pending_norm_is_carried_out_where_it_is_written():
 
 @pytest.mark.ranks(2)
 @both_kinds
-def test_what_met_in_the_forward_meets_again(reentrant):
+def test_what_met_in_the_forward_meets_again_in_the_backward(reentrant):
     """A model's forward lets plain tensors count as Replicate; the backward computes a part of it outside of that."""
+    value, scale = values()[0], torch.arange(1.0, 5.0, dtype=torch.float64)
+
+    def scaled(t):
+        with torch.no_grad():  # as an indexer does
+            factor = (t.detach() * scale).sign()
+        return torch.sin(t * scale) * factor
+
+    x = make(value, mesh_of((2,)), [Shard(0)], requires_grad=True)
+    with implicit_replication():
+        y = checkpoint(scaled, x * 1, use_reentrant=reentrant)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), (value * scale).cos() * scale * value.sign())
+    with pytest.raises(RuntimeError, match="a plain tensor of shape"):
+        x * scale
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+@pytest.mark.ranks(2)
+def test_a_function_that_saved_a_plain_tensor():
     value, scale = values()[0], torch.arange(1.0, 5.0, dtype=torch.float64)
     x = make(value, mesh_of((2,)), [Shard(0)], requires_grad=True)
     with implicit_replication():
-        y = checkpoint(lambda t: torch.sin(t * scale), x * 1, use_reentrant=reentrant)
+        y = Scaled.apply(x, scale)
     y.sum().backward()
-    torch.testing.assert_close(x.grad.full_tensor(), (value * scale).cos() * scale)
-    with pytest.raises(RuntimeError, match="a plain tensor of shape"):
-        x * scale
-    x.register_hook(lambda gradient: gradient * scale)  # is no repetition
-    with pytest.raises(RuntimeError, match="a plain tensor of shape"):
-        (x * 1).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), scale.expand(5, 4))

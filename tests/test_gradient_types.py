@@ -321,7 +321,7 @@ def test_a_tensor_on_the_whole_mesh_joins_an_operator_on_a_sub_mesh():
     out.tanh().sum().backward()
     torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
     torch.testing.assert_close(2 * dx.grad.full_tensor(), x.grad)
-    with pytest.raises(ValueError, match="different meshes"):
+    with pytest.raises(ValueError, match=r"different meshes: tp=2, and input 1 on dp=2xtp=2(.|\n)*fully_shard"):
         F.linear(dx, spread(w, S(0), R))
 
 

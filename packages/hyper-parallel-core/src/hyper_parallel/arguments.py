@@ -104,14 +104,15 @@ def first_dtensor(args: Any, kwargs: dict[str, Any]) -> DTensor:
 
 
 def counts_as_replica(tensor: torch.Tensor, grad: bool) -> bool:
-    """Whether a plain tensor may meet DTensors: a number (0-dim, no gradient), or any inside implicit_replication.
+    """Whether a plain tensor may meet DTensors: a number (0-dim, no gradient), any inside implicit_replication, and any
+    in the backward.
 
-    A backward that tracks gradients computes a forward again (activation checkpointing), by itself and not inside the
-    contexts in which its module did. What met there may meet again.
+    The backward runs parts of a model's forward again (activation checkpointing) and the backward of functions that
+    saved plain tensors, outside of the contexts in which they met in the forward.
     """
-    if state.mode.replicate_plain or (tensor.ndim == 0 and not (grad and tensor.requires_grad)):
+    if state.mode.replicate_plain or in_backward():
         return True
-    return grad and in_backward()
+    return tensor.ndim == 0 and not (grad and tensor.requires_grad)
 
 
 def replica_spec(tensor: torch.Tensor, layout: Layout) -> Spec:

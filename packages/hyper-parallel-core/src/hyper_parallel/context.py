@@ -81,7 +81,7 @@ def redistribute_policy(policy: Policy) -> AbstractContextManager[None]:
 
 
 def implicit_replication() -> AbstractContextManager[None]:
-    """Inside, a plain tensor that meets a DTensor counts as Replicate: the caller vouches that all ranks hold the
+    """Inside, and in every backward, a plain tensor that meets a DTensor counts as Replicate: all ranks must hold the
     same."""
     return _Switched(replicate_plain=True)
 

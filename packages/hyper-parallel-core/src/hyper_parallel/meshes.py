@@ -38,7 +38,8 @@ def common_mesh(call: Call) -> MeshInfo | None:
                 call,
                 f"the inputs are on different meshes: {smallest!r}, and input {index} on {layout.info!r}",
                 "build them on one mesh; a tensor on a larger mesh can join an operator on a sub-mesh of it "
-                "(mesh['tp']) when it is Replicate over the other axes",
+                "(mesh['tp']) when it is Replicate over the other axes; fully_shard brings the parameters of a "
+                "sub-mesh to the whole one",
             )
     return smallest
 
