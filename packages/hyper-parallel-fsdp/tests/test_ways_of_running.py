@@ -1,5 +1,8 @@
 """Modules run in every way that a program finds: recomputed, several times, in part, failing, compiled."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 from fsdp_nets import BLOCKS, batch, loss_of, mine, pair, same_gradients, train, wrap
@@ -7,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import CommTrace, DTensor
-from hyper_parallel_fsdp import register_fsdp_forward_method
+from hyper_parallel_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 
 @pytest.mark.ranks(4)
@@ -53,6 +56,40 @@ def test_several_forwards_before_one_backward_reduce_once():
         losses[step].backward()
         ours[step].backward()
     same_gradients(net, plain)
+
+
+class InDataclasses(nn.Module):
+    """Takes and returns tensors inside of dataclasses."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Values:
+        hidden: torch.Tensor
+        name: str = "values"
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 5)
+
+    def forward(self, values):
+        return self.Values(self.inner(values.hidden))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)])
+def test_tensors_inside_of_dataclasses(policy):
+    """Their gradients are reduced, their precision is the policy's."""
+    torch.manual_seed(0)
+    plain = InDataclasses()
+    net = fully_shard(copy.deepcopy(plain), **({} if policy is None else {"mp_policy": policy}))
+    x = torch.randn(4, 6)
+    out, want = net(net.Values(x)).hidden, plain(plain.Values(x)).hidden
+    close = {} if policy is None else {"rtol": 0.02, "atol": 0.02, "check_dtype": False}
+    assert out.dtype is (torch.float32 if policy is None else torch.float64)
+    torch.testing.assert_close(out, want, **close)
+    out.sum().backward()
+    want.sum().backward()
+    for got, single in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), single.grad, **close)
 
 
 @pytest.mark.ranks(4)

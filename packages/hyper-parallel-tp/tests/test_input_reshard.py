@@ -1,5 +1,6 @@
 """input_reshard: what is kept, what it costs, and that nothing changes; plain and DTensor inputs, checkpointed too."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -20,6 +21,7 @@ from hyper_parallel import (
     input_reshard,
     parallelize_module,
 )
+from hyper_parallel.structures import tensors_of
 
 R = Replicate()
 BATCH, SEQUENCE, WIDTH = 2, 9, 8  # the sequence is uneven over four ranks
@@ -102,12 +104,20 @@ def test_nothing_changes_but_one_all_gather_in_the_backward(ndim, kind, checkpoi
         assert cut_both - both == {"all_gather": 1}
 
 
-def is_kept(made, spread):
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+PACKED = {"dict": lambda x: {"x": x}, "dataclass": Batch, "list of tuples": lambda x: [(x, None)]}
+
+
+def is_kept(made, spread, packed=lambda x: x):
     """Whether the memory of the whole input outlives the forward."""
     source = (spread(value()) if spread else value()).requires_grad_()
     x = source * 1  # which nothing else needs
     memory = StorageWeakRef((x.to_local() if spread else x).untyped_storage())
-    out = made(x)
+    out = made(packed(x))
     del x
     gc.collect()
     alive = not memory.expired()
@@ -125,6 +135,17 @@ def test_the_whole_input_is_not_kept(kind, checkpointing):
     parallel = kind != "plain module"
     assert is_kept(wrapped(block(mesh, parallel), checkpointing), spread)
     assert not is_kept(input_reshard(wrapped(block(mesh, parallel), checkpointing), mesh, 1), spread)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", PACKED)
+def test_an_input_inside_of_others(kind):
+    class Unpacked(Block):
+        def forward(self, batch):
+            return super().forward(next(tensors_of(batch)))
+
+    assert is_kept(Unpacked(), None, PACKED[kind])
+    assert not is_kept(input_reshard(Unpacked(), tp_mesh(1), 1), None, PACKED[kind])
 
 
 @pytest.mark.ranks(4)

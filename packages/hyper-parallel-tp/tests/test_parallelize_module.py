@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -137,6 +139,11 @@ def test_what_is_refused():
         parallelize_module(nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)), tp_mesh(), ColwiseParallel())
     with pytest.raises(TypeError, match=r"ColwiseParallel splits nn\.Linear and nn\.Embedding.*got RMSNorm"):
         parallelize_module(model, tp_mesh(), {"norm": ColwiseParallel()})
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got list"):
+        parallelize_module([model], tp_mesh(), {"head": ColwiseParallel()})
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"1 placements .* mesh of 2 axes .*, or slice the mesh, such as mesh\['tp'\]"):
+        ColwiseParallel().apply(nn.Linear(8, 6), mesh)
     mlp = Mlp()
     with pytest.warns(UserWarning, match="no plan was given and none is known for Mlp; nothing is done"):
         parallelize_module(mlp, tp_mesh())
@@ -150,6 +157,8 @@ def test_a_module_is_parallelised_once_and_before_it_is_fully_sharded():
     parallelize_module(model, tp_mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"parameter 'weight' of Linear is laid out as .* already"):
         parallelize_module(model, tp_mesh(), {"down": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"style that takes all that is left, such as NoParallel, comes after those"):
+        parallelize_module(twins(Mlp)[0], tp_mesh(), {"": NoParallel(), **MLP})
     data = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     other, _ = twins(Mlp)
     other.up.weight = nn.Parameter(distribute_tensor(other.up.weight.detach(), data, [Shard(0)]))
@@ -232,6 +241,20 @@ def test_a_copy_of_a_parallelised_model_is_its_own():
             parameter.zero_()
     ids = torch.tensor([[1, 12, 3, 3]])
     torch.testing.assert_close(copied(ids), twin(ids))
+
+
+@pytest.mark.ranks(2)
+def test_a_parallelised_model_is_saved_by_its_state_dict():
+    """Pickled, its forward would come back as that of its class."""
+    model, twin = twins(Mlp)
+    parallelize_module(model, tp_mesh(), MLP)
+    for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"forward was replaced .* cannot be pickled: save .*model\.state_dict\(\)"):
+            save(model)
+    copied, _ = twins(Mlp, seed=1)
+    parallelize_module(copied, tp_mesh(), MLP).load_state_dict(pickle.loads(pickle.dumps(model.state_dict())))
+    torch.testing.assert_close(copied(double(3, 8)), twin(double(3, 8)))
+    assert copy.copy(model).down.weight is model.down.weight
 
 
 @pytest.mark.ranks(2)

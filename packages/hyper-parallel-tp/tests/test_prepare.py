@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +27,30 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.autograd_bridge import InFlight
+from hyper_parallel.structures import parts_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Out:
+    """What some models return."""
+
+    x: Any
+    mask: Any
+    rest: Any
+    size: int = dataclasses.field(init=False, default=3)
+
+
+class Returning(nn.Module):
+    """Returns its inputs, in some kind of structure."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x, mask, rest):
+        return self.kind(x, mask, rest)
 
 
 class ManyInputs(nn.Module):
@@ -81,16 +106,42 @@ def test_a_forward_that_another_library_replaced():
     assert module.seen[1] == "mask"
 
 
+KINDS = {
+    "tuple": lambda *values: values,
+    "list": lambda *values: list(values),
+    "named tuple": collections.namedtuple("Named", "x mask rest"),
+    "dict": lambda *values: dict(zip(("x", "mask", "rest"), values, strict=True)),
+    "mapping": lambda *values: collections.OrderedDict(zip((1, 2, 3), values, strict=True)),
+    "dataclass": Out,
+}
+
+
 @pytest.mark.ranks(2)
-def test_outputs_are_laid_out_and_all_are_kept():
-    module = PrepareModuleOutput(output_layouts=(S1, None), desired_output_layouts=(R, None)).apply(
-        ManyInputs(), mesh()
-    )
-    rank = mesh().get_local_rank()
-    out = module(hidden().chunk(2, 1)[rank], "mask", "third")
-    torch.testing.assert_close(out["x"], hidden())
-    assert out["mask"] == "mask"
-    assert out["rest"] == ("third",)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_laid_out_and_all_are_kept(kind):
+    module = Returning(KINDS[kind])
+    PrepareModuleOutput(output_layouts=(S1, None), desired_output_layouts=(R, None)).apply(module, mesh())
+    out = module(hidden().chunk(2, 1)[mesh().get_local_rank()], "mask", "third")
+    assert type(out) is type(KINDS[kind](1, 2, 3))
+    x, mask, rest, *_ = parts_of(out)
+    torch.testing.assert_close(x, hidden())
+    assert (mask, rest) == ("mask", "third")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_inside_of_others_are_handed_out(kind):
+    """NoParallel: plain tensors, wherever a DTensor was; an output without DTensors is the very same object."""
+    module = parallelize_module(Returning(KINDS[kind]), mesh(), NoParallel())
+    spread = distribute_tensor(hidden(), mesh(), [S1])
+    out = module(spread, {"deep": [KINDS[kind](spread, None, 1)]}, None)
+    assert type(out) is type(KINDS[kind](1, 2, 3))
+    x, mask, _, *_ = parts_of(out)
+    for found in (x, parts_of(mask["deep"][0])[0]):
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, hidden())
+    passed = KINDS[kind](1, 2, 3)
+    assert parts_of(module(spread, passed, None))[1] is passed
 
 
 @pytest.mark.ranks(2)
@@ -135,6 +186,10 @@ def test_layouts_that_do_not_go_together():
     module = PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=(R, R)).apply(nn.Identity(), mesh())
     with pytest.raises(ValueError, match="Identity: its style lays out 2 outputs, it returned 1"):
         module(hidden())
+    module = PrepareModuleInput(input_layouts=S1, desired_input_layouts=R).apply(nn.Identity(), mesh())
+    with pytest.raises(TypeError, match=r"Identity: its style lays out a tensor as Shard\(dim=1\) and got tuple"):
+        module((hidden(), hidden()))
+    assert module(None) is None
 
 
 @pytest.mark.ranks(2)

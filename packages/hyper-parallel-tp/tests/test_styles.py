@@ -12,9 +12,12 @@ from hyper_parallel import (
     AttentionParallel,
     ColwiseParallel,
     CommTrace,
+    LocalCompute,
     NoParallel,
     PackedShard,
     Partial,
+    PrepareModuleInput,
+    PrepareModuleOutput,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
@@ -156,6 +159,8 @@ def test_attention_that_cannot_be_split_says_so():
     with pytest.raises(ValueError, match="2 ranks do not divide the 3 query heads of Attention"):
         AttentionParallel(query="q", key="k", value="v", output="o").apply(Attention(heads=3, kv_heads=3), mesh())
     style = AttentionParallel(query="gate", key="up", value="up", output="down")
+    with pytest.raises(ValueError, match=r"\(query='q_proj', value='w'\): Attention has no such .* q, k, v, o$"):
+        AttentionParallel(key="k", value="w", output="o").apply(Attention(), mesh())
     with pytest.raises(ValueError, match=r"'gate' of Mlp has 12 output features; head_dim is None\. Pass head_dim="):
         style.apply(Mlp(), mesh())
 
@@ -206,6 +211,31 @@ def test_pytorchs_dtensors_are_no_input():
     layer = parallelize_module(nn.Linear(8, 6).double(), mesh(), ColwiseParallel())
     with pytest.raises(TypeError, match=r"got torch\.distributed\..*DTensor; DTensor\.from_torch takes over"):
         layer(torch.distributed.tensor.distribute_tensor(hidden(), mesh(), [R]))
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_input_where_the_style_says_that_it_is_a_piece():
+    layer = parallelize_module(nn.Linear(8, 6).double(), mesh(), RowwiseParallel())
+    with pytest.raises(ValueError, match=r"Linear got a plain input with all 8 features, .*=Replicate\(\)\) for"):
+        layer(hidden())
+    with pytest.raises(ValueError, match=r"local shape \(2, 4, 7\) does not fit"):
+        layer(hidden(2, 4, 7))
+
+
+def test_layouts_that_are_no_placements():
+    for make, name in (
+        (lambda given: ColwiseParallel(input_layouts=given), "input_layouts"),
+        (lambda given: RowwiseParallel(output_layouts=given), "output_layouts"),
+        (lambda given: NoParallel(output_layout=given), "output_layout"),
+        (lambda given: AttentionParallel(input_layouts=given), "input_layouts"),
+        (lambda given: LocalCompute(output_layouts=given), "output_layouts"),
+        (lambda given: PrepareModuleInput(input_layouts=(None, given)), "input_layouts"),
+        (lambda given: PrepareModuleInput(input_kwarg_layouts={"x": given}), "input_kwarg_layouts"),
+        (lambda given: PrepareModuleOutput(output_layouts=R, desired_output_layouts=given), "desired_output_layouts"),
+    ):
+        for given in ("Shard(1)", Shard, 1):
+            with pytest.raises(TypeError, match=rf"^{name} of a style takes a placement per tensor, .* got "):
+                make(given)
 
 
 def test_a_style_shows_its_arguments():

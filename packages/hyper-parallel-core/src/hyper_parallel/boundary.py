@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import is_replicate, is_shard
 from hyper_parallel.spec import Spec
-from hyper_parallel.structures import rebuilt
+from hyper_parallel.structures import map_structure
 
 
 class Boundary:
@@ -167,12 +167,5 @@ def taken_as(
 
 
 def map_dtensors(value: Any, change: Callable[[DTensor], Any]) -> Any:
-    """A structure (tuple, list, dict, ModelOutput) with its DTensors changed."""
-    if isinstance(value, DTensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = {k: map_dtensors(v, change) for k, v in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    if isinstance(value, (tuple, list)):
-        return rebuilt(value, [map_dtensors(v, change) for v in value])
-    return value
+    """What a module takes or returns with its DTensors changed."""
+    return map_structure(value, lambda tensor: change(tensor) if isinstance(tensor, DTensor) else tensor)

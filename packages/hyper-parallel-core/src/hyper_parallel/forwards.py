@@ -63,3 +63,24 @@ def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
     """Let ``function(module, *inputs)`` be the module's forward: as a bound method and not as a closure over the
     module, so that ``copy.deepcopy`` binds it to the copy."""
     module.forward = types.MethodType(function, module)
+    module.__dict__["_not_pickled"] = _NOT_PICKLED
+
+
+class _NotPickled:
+    """Refuses to be pickled, for the module that has it: a method is pickled by name, so the module would come back
+    with the forward of its class and without what took its place. (Copies are no pickles.)"""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module whose forward was replaced (by parallelize_module or shard_module) cannot be pickled: save its "
+            "parameters, model.state_dict(), and parallelise a new model before loading them"
+        )
+
+    def __copy__(self) -> _NotPickled:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _NotPickled:
+        return self
+
+
+_NOT_PICKLED = _NotPickled()

@@ -344,9 +344,10 @@ def _normalise(info: MeshInfo, placements: Sequence[Placement], ndim: int) -> tu
     if isinstance(placements, Placement):
         placements = (placements,)
     if len(placements) != info.ndim:
+        slice_it = f", or slice the mesh, such as mesh[{info.names[-1]!r}]" if len(placements) == 1 else ""
         raise ValueError(
             f"{len(placements)} placements {tuple(placements)} for a mesh of {info.ndim} axes {info.names}: give one "
-            "per axis"
+            f"per axis{slice_it}"
         )
     fixed = []
     for axis, placement in enumerate(placements):

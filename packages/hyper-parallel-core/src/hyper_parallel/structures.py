@@ -1,7 +1,9 @@
-"""Walk through the lists, tuples and named tuples in which tensors come."""
+"""Walk through the structures in which tensors come: arguments of operators, and what modules take and return."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ def rebuilt(like: Any, items: Iterable[Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """An argument with ``change`` applied to every tensor in it."""
+    """An operator's argument with ``change`` applied to every tensor in it; there are tensors in lists and tuples."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -22,21 +24,60 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+# -- what modules take and return ----------------------------------------------------------------------------------
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """The values in a list, tuple, mapping or dataclass; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Mapping):  # also the ModelOutput of transformers, which is a dataclass too
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def with_parts(like: Any, parts: Sequence[Any]) -> Any:
+    """A list, tuple, mapping or dataclass of the same kind with other values."""
+    if isinstance(like, (list, tuple)):
+        return rebuilt(like, parts)
+    if type(like) is dict:
+        return dict(zip(like, parts, strict=True))
+    copied = copy.copy(like)
+    if isinstance(like, Mapping):
+        for key, part in zip(like, parts, strict=True):
+            copied[key] = part
+        return copied
+    for field, part in zip(dataclasses.fields(like), parts, strict=True):
+        object.__setattr__(copied, field.name, part)  # it may be frozen
+    return copied
+
+
+def map_structure(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A structure with ``change`` applied to every tensor in it; the same object where that changes nothing."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    parts = parts_of(value)
+    if parts is None:
+        return value
+    changed = [map_structure(part, change) for part in parts]
+    return value if all(a is b for a, b in zip(parts, changed, strict=True)) else with_parts(value, changed)
+
+
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a structure of lists, tuples and mappings."""
+    """Every tensor in a structure."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, Mapping):
-        yield from tensors_of(list(value.values()))
+    else:
+        for part in parts_of(value) or ():
+            yield from tensors_of(part)
 
 
 def change_values(
     module: torch.nn.Module, output: Any, changes: Sequence[Callable[[torch.nn.Module, Any], Any] | None], who: str
 ) -> Any:
-    """What a module returned, with its first values changed: a tensor, or those of a tuple, list or mapping.
+    """What a module returned, with its first values changed: a tensor, or those of a tuple, list, mapping or dataclass.
 
     Args:
         output: what it returned.
@@ -46,16 +87,11 @@ def change_values(
     Raises:
         ValueError: there are fewer values.
     """
-    single = isinstance(output, torch.Tensor) or not isinstance(output, (tuple, list, Mapping))
-    values = [output] if single else list(output.values() if isinstance(output, Mapping) else output)
+    parts = None if isinstance(output, torch.Tensor) else parts_of(output)
+    values = [output] if parts is None else parts
     if len(values) < len(changes):
         raise ValueError(f"{type(module).__name__}: {who} lays out {len(changes)} outputs, it returned {len(values)}")
     for index, change in enumerate(changes):
         if change is not None:
             values[index] = change(module, values[index])
-    if single:
-        return values[0]
-    if isinstance(output, Mapping):
-        named = dict(zip(output, values, strict=True))
-        return named if type(output) is dict else type(output)(**named)
-    return rebuilt(output, values)
+    return values[0] if parts is None else with_parts(output, values)

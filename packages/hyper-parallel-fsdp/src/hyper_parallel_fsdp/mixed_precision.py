@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
+
+from hyper_parallel.structures import map_structure
 
 
 def cast_inputs(
@@ -23,14 +26,19 @@ def cast_inputs(
             tensor = tensor.to(device, non_blocking=True)
         return _as(tensor, dtype)
 
-    return pytree.tree_map_only(torch.Tensor, change, (args, kwargs))
+    return _mapped((args, kwargs), change)
 
 
 def cast_outputs(policy: MixedPrecisionPolicy, output: Any) -> Any:
     """Floating point outputs in ``output_dtype``."""
     if policy.output_dtype is None:
         return output
-    return pytree.tree_map_only(torch.Tensor, lambda t: _as(t, policy.output_dtype), output)
+    return _mapped(output, lambda t: _as(t, policy.output_dtype))
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Every tensor changed: in what pytree knows, and in dataclasses."""
+    return pytree.tree_map(lambda leaf: map_structure(leaf, change), value)
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ from hyper_parallel import DeviceMesh, Placement, Replicate
 from hyper_parallel.forwards import replicate_plain_inside
 from hyper_parallel_tp.prepare import PrepareModuleInput
 from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel, base_layer
-from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.style import ParallelStyle, checked_placement
 
 __all__ = ["AttentionParallel"]
 
@@ -45,16 +45,18 @@ class AttentionParallel(ParallelStyle):
     ) -> None:
         self.query, self.key, self.value, self.output = query, key, value, output
         self.head_dim = head_dim
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Replicate()
+        self.input_layouts = checked_placement("input_layouts", input_layouts) or Replicate()
+        self.output_layouts = checked_placement("output_layouts", output_layouts) or Replicate()
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`.
 
         Raises:
-            ValueError: the ranks do not divide the query heads; the features of a head are unknown.
+            ValueError: the block has no such projections; the ranks do not divide the query heads; the features of a
+                head are unknown.
         """
+        self._check_names(module)
         ranks = device_mesh.size()
         heads = self._heads(module, self.query)
         if heads % ranks:
@@ -77,6 +79,16 @@ class AttentionParallel(ParallelStyle):
     def _apply(self, style: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> None:
         style.src_data_rank = self.src_data_rank
         style.apply(module, device_mesh)
+
+    def _check_names(self, module: nn.Module) -> None:
+        names = {role: getattr(self, role) for role in ("query", "key", "value", "output")}
+        missing = {role: name for role, name in names.items() if not isinstance(getattr(module, name, None), nn.Module)}
+        if missing:
+            given = ", ".join(f"{role}={name!r}" for role, name in missing.items())
+            raise ValueError(
+                f"AttentionParallel({given}): {type(module).__name__} has no such projections; it has "
+                f"{', '.join(name for name, _ in module.named_children()) or 'none'}"
+            )
 
     def _heads(self, module: nn.Module, name: str) -> int:
         features = getattr(base_layer(getattr(module, name)), "out_features")  # noqa: B009 - any Module, for mypy

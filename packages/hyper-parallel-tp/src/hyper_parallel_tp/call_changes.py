@@ -78,7 +78,8 @@ def change_inputs(
 
 
 def change_outputs(module: nn.Module, changes: Iterable[Change | None]) -> None:
-    """Change the first outputs of a module: a tensor, or the values of a tuple, list or mapping (ModelOutput).
+    """Change the first outputs of a module: a tensor, or the values of a tuple, list, mapping (ModelOutput) or
+    dataclass.
 
     Raises:
         ValueError: when it returns fewer outputs.

@@ -19,7 +19,7 @@ from hyper_parallel.mesh import mesh_info
 from hyper_parallel.placements import is_replicate
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING, Spec
-from hyper_parallel.structures import map_tensors
+from hyper_parallel.structures import map_structure
 
 __all__ = ["input_reshard"]
 
@@ -60,8 +60,7 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
             entered.append(None)
             return None
         resharding = _Resharding(tp_device_mesh, input_reshard_dim)
-        args = map_tensors(args, resharding.taken)
-        kwargs = {name: map_tensors(value, resharding.taken) for name, value in kwargs.items()}
+        args, kwargs = map_structure((args, kwargs), resharding.taken)
         entered.append(resharding)
         resharding.__enter__()
         return args, kwargs

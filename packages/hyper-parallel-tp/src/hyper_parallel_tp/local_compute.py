@@ -18,7 +18,7 @@ from hyper_parallel.mesh import MeshInfo, mesh_info
 from hyper_parallel.placements import is_partial, is_replicate, is_shard
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.structures import tensors_of
-from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.style import ParallelStyle, checked_placement
 
 __all__ = ["LocalCompute"]
 
@@ -41,7 +41,7 @@ class LocalCompute(ParallelStyle):
         self, *, parameters: Mapping[str, Placement] | None = None, output_layouts: Placement | None = None
     ) -> None:
         self.parameters = dict(parameters or {})
-        self.output_layouts = output_layouts or Replicate()
+        self.output_layouts = checked_placement("output_layouts", output_layouts) or Replicate()
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`."""

@@ -55,8 +55,10 @@ def parallelize_module(
     Raises:
         ValueError: the mesh has several dims; a name means no submodule (near misses are listed); a parameter is
             spread over another mesh already (``fully_shard`` comes after this function).
-        TypeError: the plan is of another kind.
+        TypeError: the module or the plan is of another kind.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize_module takes an nn.Module, got {type(module).__name__}")
     mesh = _one_dimensional(device_mesh)
     _refuse_sharded(module, mesh)
     planned, plan = module, parallelize_plan

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement
 from hyper_parallel.boundary import Boundary
 from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.local_outputs import local_piece
-from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.style import ParallelStyle, checked_placement
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
 Layouts = Placement | Sequence[Placement | None] | None
 
 
-def _several(layouts: Layouts) -> tuple[Placement | None, ...]:
-    return () if layouts is None else (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+def _several(name: str, layouts: Layouts) -> tuple[Placement | None, ...]:
+    given = () if layouts is None else layouts if isinstance(layouts, (tuple, list)) else (layouts,)
+    return tuple(checked_placement(name, layout) for layout in given)
+
+
+def _named(name: str, layouts: Mapping[str, Placement] | None) -> dict[str, Placement]:
+    return {argument: checked_placement(name, layout) for argument, layout in (layouts or {}).items()}
 
 
 def _check_pairs(what: str, given: Any, desired: Any) -> None:
@@ -41,6 +47,13 @@ def _mover(
     boundary = Boundary([given if desired is None else desired], mesh, user, given=[given], in_flight=not local)
 
     def move(module: nn.Module, value: Any) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{type(module).__name__}: its style lays out a tensor as {given!r} and got {type(value).__name__}; "
+                "say None for a value that is to stay as it is"
+            )
         value = boundary(value)
         return local_piece(value, module, mesh) if local else value
 
@@ -48,7 +61,7 @@ def _mover(
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Lay out a module's inputs. All its other inputs, positional and by name, stay.
+    """Lay out a module's inputs. All its other inputs, positional and by name, stay, and so does None.
 
     Args:
         input_layouts: what plain positional inputs are, one per input; None leaves an input as it is.
@@ -59,6 +72,7 @@ class PrepareModuleInput(ParallelStyle):
 
     Raises:
         ValueError: the two kinds of layouts are not one for one; a name is no argument of the module's forward.
+        TypeError: what is no placement; in the forward, a value with a layout that is no tensor.
     """
 
     def __init__(
@@ -70,9 +84,10 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self.input_layouts, self.desired_input_layouts = _several(input_layouts), _several(desired_input_layouts)
-        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
-        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.input_layouts = _several("input_layouts", input_layouts)
+        self.desired_input_layouts = _several("desired_input_layouts", desired_input_layouts)
+        self.input_kwarg_layouts = _named("input_kwarg_layouts", input_kwarg_layouts)
+        self.desired_input_kwarg_layouts = _named("desired_input_kwarg_layouts", desired_input_kwarg_layouts)
         self.use_local_output = use_local_output
         _check_pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
         _check_pairs("input_kwarg_layouts", self.input_kwarg_layouts, self.desired_input_kwarg_layouts)
@@ -90,7 +105,8 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Lay out a module's outputs: a tensor, or the values of a tuple, list or mapping in order. Further outputs stay.
+    """Lay out a module's outputs: a tensor, or the values of a tuple, list, mapping or dataclass in order. Further ones
+    stay, and so does None.
 
     Args:
         output_layouts: what plain outputs are, one per output; None leaves an output as it is.
@@ -99,12 +115,14 @@ class PrepareModuleOutput(ParallelStyle):
 
     Raises:
         ValueError: the two kinds of layouts are not one for one.
+        TypeError: as of :class:`PrepareModuleInput`.
     """
 
     def __init__(
         self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
     ) -> None:
-        self.output_layouts, self.desired_output_layouts = _several(output_layouts), _several(desired_output_layouts)
+        self.output_layouts = _several("output_layouts", output_layouts)
+        self.desired_output_layouts = _several("desired_output_layouts", desired_output_layouts)
         self.use_local_output = use_local_output
         _check_pairs("output_layouts", self.output_layouts, self.desired_output_layouts)
 

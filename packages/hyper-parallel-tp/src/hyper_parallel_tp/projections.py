@@ -11,6 +11,7 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary
+from hyper_parallel.boxes import local_shape
 from hyper_parallel.dtensor import wrap
 from hyper_parallel.forwards import set_forward
 from hyper_parallel.layout import as_layout
@@ -21,7 +22,7 @@ from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.local_outputs import check_pieces, local_piece
 from hyper_parallel_tp.on_pieces import compute_on_pieces, function_of_pieces
 from hyper_parallel_tp.overlapped_linear import all_gather_linear, linear_reduce_scatter
-from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.style import ParallelStyle, checked_placement
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
@@ -92,13 +93,30 @@ class _ProjectionStyle(ParallelStyle):
             value = leave(value)
             return local_piece(value, module, device_mesh) if self.use_local_output else value
 
-        change_inputs(module, [lambda module, value: enter(value)])
+        def take(module: nn.Module, value: Any) -> Any:
+            self._check_piece(layer, value, device_mesh)
+            return enter(value)
+
+        change_inputs(module, [take])
         change_outputs(module, [hand_out])
         if compute is not None and isinstance(module, nn.Linear):
             uses = self._uses(module, device_mesh)
             leave_piece = self._leaving(module, device_mesh, hand_out)
             compute_on_pieces(module, compute, device_mesh, enter, leave_piece, uses)
         return module
+
+    def _check_piece(self, layer: nn.Module, value: Any, mesh: DeviceMesh) -> None:
+        """Raise ValueError where a plain input is whole and the style says that it is this rank's piece."""
+        if not isinstance(layer, nn.Linear) or value.__class__ is not torch.Tensor or not value.ndim:
+            return
+        features, given = value.shape[-1], as_layout(mesh, [self.input_layouts], value.ndim)
+        whole = (*value.shape[:-1], layer.in_features)
+        if features == layer.in_features != local_shape(given, whole, given.info.my_coordinate())[-1]:
+            raise ValueError(
+                f"{type(self).__name__}: {type(layer).__name__} got a plain input with all {features} features, and "
+                f"input_layouts={self.input_layouts!r} says that it is this rank's piece of them; say "
+                f"{type(self).__name__}(input_layouts=Replicate()) for a whole input"
+            )
 
     def _uses(self, layer: nn.Linear, mesh: DeviceMesh) -> dict[str, Any]:
         """A bias is added once: where the product is a term of a sum, so is the bias."""
@@ -184,10 +202,10 @@ class ColwiseParallel(_ProjectionStyle):
         sections: Sequence[int] | None = None,
         overlap_pieces: int | None = None,
     ) -> None:
-        self.input_layouts = input_layouts or Replicate()
+        self.input_layouts = checked_placement("input_layouts", input_layouts) or Replicate()
         self.sections = None if sections is None else tuple(sections)
         split_features = Shard(-1) if self.sections is None else PackedShard(-1, self.sections)
-        self.output_layouts = output_layouts or split_features
+        self.output_layouts = checked_placement("output_layouts", output_layouts) or split_features
         self.use_local_output = use_local_output
         self.overlap_pieces = _checked(overlap_pieces, "input_layouts", self.input_layouts)
 
@@ -236,8 +254,8 @@ class RowwiseParallel(_ProjectionStyle):
         overlap_pieces: int | None = None,
     ) -> None:
         self.sections = None if sections is None else tuple(sections)
-        self.input_layouts = input_layouts or _split(-1, self.sections)
-        self.output_layouts = output_layouts or Replicate()
+        self.input_layouts = checked_placement("input_layouts", input_layouts) or _split(-1, self.sections)
+        self.output_layouts = checked_placement("output_layouts", output_layouts) or Replicate()
         self.use_local_output = use_local_output
         self.overlap_pieces = _checked(overlap_pieces, "output_layouts", self.output_layouts)
 

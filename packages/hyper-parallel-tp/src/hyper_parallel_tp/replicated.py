@@ -17,7 +17,7 @@ from hyper_parallel.spec import Spec, contiguous_stride, make_spec
 from hyper_parallel_tp.call_changes import change_inputs, change_output, parameter_names
 from hyper_parallel_tp.local_outputs import check_pieces, local_piece
 from hyper_parallel_tp.on_pieces import Compute, compute_on_pieces, function_of_pieces
-from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.style import ParallelStyle, checked_placement
 
 __all__ = ["NoParallel", "SequenceParallel"]
 
@@ -103,8 +103,8 @@ class NoParallel(ParallelStyle):
         output_layout: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        self.input_layout = input_layout or Replicate()
-        self.output_layout = output_layout or Replicate()
+        self.input_layout = checked_placement("input_layout", input_layout) or Replicate()
+        self.output_layout = checked_placement("output_layout", output_layout) or Replicate()
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

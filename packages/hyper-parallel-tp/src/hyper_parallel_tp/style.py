@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 
@@ -52,6 +53,7 @@ class ParallelStyle(ABC):
                     raise ValueError(
                         f"{type(self).__name__}: parameter {name!r} of {type(module).__name__} is laid out as "
                         f"{parameter.layout} already, this style wants {layout}. A tied parameter has one layout; "
+                        "a style that takes all that is left, such as NoParallel, comes after those of modules inside; "
                         "otherwise the module was parallelised before"
                     )
                 continue
@@ -66,3 +68,14 @@ class ParallelStyle(ABC):
 
     def _replacing(self, module: nn.Module) -> AbstractContextManager[None]:
         return replaces_parameters([module], f"{type(self).__name__}.apply")
+
+
+def checked_placement(name: str, given: Any) -> Any:
+    """The layout of one tensor that a style was given as its argument ``name``; None is one too.
+
+    Raises:
+        TypeError: it is no placement.
+    """
+    if given is not None and not isinstance(given, Placement):
+        raise TypeError(f"{name} of a style takes a placement per tensor, as Shard(1) or Replicate(), got {given!r}")
+    return given
