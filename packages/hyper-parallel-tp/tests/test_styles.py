@@ -222,6 +222,30 @@ def test_a_whole_input_where_the_style_says_that_it_is_a_piece():
         layer(hidden(2, 4, 7))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("local", [True, False])
+def test_a_piece_that_meets_a_dtensor(local):
+    """Plain, it counts as the whole, which the next layer sees; as a DTensor it is what it is."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 6), nn.Linear(6, 8)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.down(self.up(x) * self.scale)
+
+    model, twin = twins(Scaled)
+    plan = {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel(), "": NoParallel()}
+    parallelize_module(model, mesh(), plan)
+    if not local:
+        check(model, twin, hidden())
+        return
+    with pytest.raises(ValueError, match=r"Linear takes 6 features, got a DTensor with 3.*use_local_output=False"):
+        model(hidden())
+
+
 def test_layouts_that_are_no_placements():
     for make, name in (
         (lambda given: ColwiseParallel(input_layouts=given), "input_layouts"),

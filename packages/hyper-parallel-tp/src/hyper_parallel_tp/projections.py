@@ -94,7 +94,7 @@ class _ProjectionStyle(ParallelStyle):
             return local_piece(value, module, device_mesh) if self.use_local_output else value
 
         def take(module: nn.Module, value: Any) -> Any:
-            self._check_piece(layer, value, device_mesh)
+            self._check_features(layer, value, device_mesh)
             return enter(value)
 
         change_inputs(module, [take])
@@ -105,9 +105,18 @@ class _ProjectionStyle(ParallelStyle):
             compute_on_pieces(module, compute, device_mesh, enter, leave_piece, uses)
         return module
 
-    def _check_piece(self, layer: nn.Module, value: Any, mesh: DeviceMesh) -> None:
-        """Raise ValueError where a plain input is whole and the style says that it is this rank's piece."""
-        if not isinstance(layer, nn.Linear) or value.__class__ is not torch.Tensor or not value.ndim:
+    def _check_features(self, layer: nn.Module, value: Any, mesh: DeviceMesh) -> None:
+        """Raise ValueError where a plain input is whole and the style says that it is this rank's piece, or a DTensor
+        was made of a piece as if it were the whole."""
+        if not isinstance(layer, nn.Linear) or not isinstance(value, torch.Tensor) or not value.ndim:
+            return
+        if isinstance(value, DTensor):
+            if value.shape[-1] != layer.in_features:
+                raise ValueError(
+                    f"{type(self).__name__}: {type(layer).__name__} takes {layer.in_features} features, got a DTensor "
+                    f"with {value.shape[-1]}. Where it was computed from this rank's plain piece and a DTensor, the "
+                    "piece counted as the whole: use_local_output=False of the style that made it keeps it a DTensor"
+                )
             return
         features, given = value.shape[-1], as_layout(mesh, [self.input_layouts], value.ndim)
         whole = (*value.shape[:-1], layer.in_features)
