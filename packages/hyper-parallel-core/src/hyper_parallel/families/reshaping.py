@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,12 +42,14 @@ class Cut:
 
         None where the pieces are others once each row is seen as some of ``inner`` elements.
         """
-        for n in self.sections or lengths:
+        counted = Counter(lengths if self.sections is None else self.sections)
+        for n in counted:
             if any(-(-n * each // self.parts) != -(-n // self.parts) * each for each in inner):
                 return None
         if self.sections is None:
             return {c for n in lengths for c in _chunks(n, self.parts)}
-        return set(map(sum, zip(*(_chunks(n, self.parts) for n in self.sections), strict=True)))
+        pieces = ([count * c for c in _chunks(n, self.parts)] for n, count in counted.items())
+        return set(map(sum, zip(*pieces, strict=True)))
 
 
 def _chunks(size: int, parts: int) -> list[int]:
@@ -90,7 +94,7 @@ def split_cuts(cuts: Cuts, factors: Sequence[int]) -> list[Cuts] | None:
 def _factor_of_sections(sections: tuple[int, ...], factors: Sequence[int]) -> int:
     """The factor that is one section, when all before it together number the sections; else the outermost one."""
     if len(set(sections)) == 1:
-        rows = list(itertools.accumulate(factors[:-1], lambda a, b: a * b))
+        rows = list(itertools.accumulate(factors[:-1], operator.mul))
         if len(sections) in rows:
             return rows.index(len(sections)) + 1
     return 0
@@ -156,7 +160,7 @@ def regrouped(cuts: Sequence[Cuts], old: Sequence[int], new: Sequence[int]) -> l
 def _common_factors(old: Sequence[int], new: Sequence[int], cuts: Sequence[Cuts]) -> list[int] | None:
     """Sizes of which both the old and the new dims are made, and the equal sections of packed ones; None when there are
     none."""
-    bounds = {1, *itertools.accumulate(old, lambda a, b: a * b), *itertools.accumulate(new, lambda a, b: a * b)}
+    bounds = {1, *itertools.accumulate(old, operator.mul), *itertools.accumulate(new, operator.mul)}
     for at, own in enumerate(cuts):
         if own and own[0].sections is not None and len(set(own[0].sections)) == 1:
             bounds.add(math.prod(old[:at]) * len(own[0].sections))
