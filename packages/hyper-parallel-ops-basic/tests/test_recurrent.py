@@ -8,11 +8,13 @@ from torch import nn
 
 from hyper_parallel import (
     CommTrace,
+    Layout,
     Replicate,
     Shard,
     distribute_tensor,
     implicit_replication,
     manual_seed,
+    shard_module,
 )
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.testing import OpConformance, sample, tensor
@@ -100,6 +102,23 @@ def test_a_module_trains_as_on_one_device(kind, dtype):
 
 def flat(states):
     return states if isinstance(states, tuple) else (states,)
+
+
+@pytest.mark.ranks(4)
+def test_shard_module_reaches_the_weights_that_the_network_keeps_in_a_list():
+    torch.manual_seed(0)
+    plain, x = nn.LSTM(4, 3, 2, batch_first=True), torch.randn(5, 2, 4)
+    mine, layout = copy.deepcopy(plain), Layout((4,), ("dp",))
+    whole = {name: layout(*["None"] * p.ndim) for name, p in plain.named_parameters()}
+    shard_module(mine, {"parameter": whole})
+    given = distribute_tensor(x, mine.weight_ih_l0.device_mesh, [Shard(0)])
+    want, (out, _) = plain(x)[0], mine(given)  # the network makes its first states itself
+    assert out.placements == (Shard(0),)
+    torch.testing.assert_close(out.full_tensor(), want)
+    want.square().sum().backward()
+    out.square().sum().backward()
+    for name, parameter in mine.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), getattr(plain, name).grad)
 
 
 @pytest.mark.ranks(2)
