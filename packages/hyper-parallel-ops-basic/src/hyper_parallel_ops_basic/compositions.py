@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,7 +156,7 @@ def slice_scatter(
     return out
 
 
-# -- norms and sizes -------------------------------------------------------------------------------------------------
+# -- norms and sizes -----------------------------------------------------------------------------------------------
 
 
 def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
@@ -218,7 +217,7 @@ def _dims_of(input: Tensor, dim: Any) -> list[int]:
     return list(range(input.ndim)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
 
 
-# -- elements by flat or broadcast index -----------------------------------------------------------------------------
+# -- elements by flat or broadcast index ---------------------------------------------------------------------------
 
 
 def take(input: Tensor, index: Tensor) -> Tensor:
@@ -266,211 +265,7 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
     return input[plain_like(input, chosen.reshape(-1, r))]
 
 
-# -- products --------------------------------------------------------------------------------------------------------
-
-
-def outer(input: Tensor, vec2: Tensor) -> Tensor:
-    return input.unsqueeze(1) * vec2
-
-
-ger = outer
-
-
-def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = alpha * outer(vec1, vec2)
-    return product if beta == 0 else beta * input + product
-
-
-def inner(input: Tensor, other: Tensor) -> Tensor:
-    if not input.ndim or not other.ndim:
-        return input * other
-    return torch.tensordot(input, other, dims=([-1], [-1]))
-
-
-def vdot(input: Tensor, other: Tensor) -> Tensor:
-    return (input.conj() * other).sum() if input.is_complex() else torch.dot(input, other)
-
-
-def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
-    return (x.conj() * y if x.is_complex() else x * y).sum(dim)
-
-
-def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
-    if isinstance(dims, int):
-        dims = (list(range(a.ndim - dims, a.ndim)), list(range(dims)))
-    elif isinstance(dims, Tensor):
-        dims = dims.tolist() if dims.ndim else (list(range(a.ndim - int(dims), a.ndim)), list(range(int(dims))))
-    mine, theirs = ([d] if isinstance(d, int) else list(d) for d in dims)
-    letters = string.ascii_letters
-    left = list(letters[: a.ndim])
-    right = list(letters[a.ndim : a.ndim + b.ndim])
-    for i, j in zip(mine, theirs, strict=True):
-        right[j] = left[i]
-    folded = {left[i] for i in mine}
-    out = [c for c in left + right if c not in folded]
-    return torch.einsum(f"{''.join(left)},{''.join(right)}->{''.join(out)}", a, b)
-
-
-def kron(input: Tensor, other: Tensor) -> Tensor:
-    ndim = max(input.ndim, other.ndim)
-    a, b = (t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)) for t in (input, other))
-    for d in range(ndim):
-        a, b = a.unsqueeze(2 * d + 1), b.unsqueeze(2 * d)
-    return (a * b).reshape([a.shape[2 * d] * b.shape[2 * d + 1] for d in range(ndim)])
-
-
-def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
-    if dim is None:
-        dim = next(d for d, n in enumerate(input.shape) if n == 3)
-    first, second = (torch.broadcast_tensors(input, other)) if input.shape != other.shape else (input, other)
-    return first.roll(-1, dim) * second.roll(-2, dim) - first.roll(-2, dim) * second.roll(-1, dim)
-
-
-def chain_matmul(*matrices: Tensor) -> Tensor:
-    out = matrices[0]
-    for matrix in matrices[1:]:
-        out = out @ matrix
-    return out
-
-
-def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
-    return chain_matmul(*tensors)
-
-
-def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    out = torch.einsum("...i,kij,...j->...k", input1, weight, input2)
-    return out if bias is None else out + bias
-
-
-def vander(x: Tensor, N: int | None = None) -> Tensor:
-    powers = torch.arange(x.shape[-1] if N is None else N, device=x.device)
-    return x.unsqueeze(-1) ** plain_like(x, powers)
-
-
-def tensorinv(A: Tensor, ind: int = 2) -> Tensor:
-    rows, columns = A.shape[:ind], A.shape[ind:]
-    return torch.linalg.inv(A.reshape(math.prod(rows), math.prod(columns))).reshape(*columns, *rows)
-
-
-def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-    if dims is not None:
-        A = A.movedim(list(dims), list(range(A.ndim - len(dims), A.ndim)))
-    unknown = A.shape[B.ndim :]
-    return torch.linalg.solve(A.reshape(B.numel(), math.prod(unknown)), B.reshape(-1)).reshape(unknown)
-
-
-# -- joining and spreading -------------------------------------------------------------------------------------------
-
-
-def dstack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.atleast_3d(t) for t in tensors], 2)
-
-
-def pad_sequence(
-    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
-) -> Tensor:
-    longest = max(len(t) for t in sequences)
-    padded = []
-    for tensor in sequences:
-        room = (0, 0) * (tensor.ndim - 1)
-        missing = longest - len(tensor)
-        sides = (0, missing) if padding_side == "right" else (missing, 0)
-        padded.append(F.pad(tensor, (*room, *sides), value=padding_value))
-    return torch.stack(padded, 0 if batch_first else 1)
-
-
-def column_stack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(t.numel(), 1) if t.ndim <= 1 else t for t in tensors], 1)
-
-
-def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
-    given = tuple(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
-    shape = torch.broadcast_shapes(*(t.shape for t in given))
-    return tuple(t.expand(shape) for t in given)
-
-
-def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
-    given = list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else list(tensors)
-    swap = indexing == "xy" and len(given) > 1
-    order = [1, 0, *range(2, len(given))] if swap else range(len(given))
-    sizes = [given[i].numel() for i in order]
-    grids = []
-    for i, tensor in enumerate(given):
-        place = list(order).index(i)
-        view = tensor.reshape([-1 if d == place else 1 for d in range(len(given))])
-        grids.append(view.expand(sizes))
-    return tuple(grids)
-
-
-def cartesian_prod(*tensors: Tensor) -> Tensor:
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.stack([g.reshape(-1) for g in meshgrid(*tensors, indexing="ij")], 1)
-
-
-def block_diag(*tensors: Tensor) -> Tensor:
-    blocks = [torch.atleast_2d(t) for t in tensors]
-    total, offset, rows = sum(b.shape[1] for b in blocks), 0, []
-    for block in blocks:
-        rows.append(F.pad(block, (offset, total - offset - block.shape[1])))
-        offset += block.shape[1]
-    return torch.cat(rows, 0)
-
-
-def rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    a, b = dims
-    if k % 4 == 2:
-        return input.flip(a, b)
-    if k % 4 == 0:
-        return input.clone()
-    return input.flip(b).transpose(a, b) if k % 4 == 1 else input.flip(a).transpose(a, b)
-
-
-def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
-    r, lead, (channels, height, width) = upscale_factor, input.shape[:-3], input.shape[-3:]
-    out = input.unflatten(-3, (channels // (r * r), r, r))
-    n = len(lead)
-    out = out.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
-    return out.reshape(*lead, channels // (r * r), height * r, width * r)
-
-
-def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
-    r, lead, (channels, height, width) = downscale_factor, input.shape[:-3], input.shape[-3:]
-    n = len(lead)
-    out = input.reshape(*lead, channels, height // r, r, width // r, r)
-    out = out.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3)
-    return out.reshape(*lead, channels * r * r, height // r, width // r)
-
-
-def channel_shuffle(input: Tensor, groups: int) -> Tensor:
-    return input.unflatten(1, (groups, input.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
-
-
-def unique_consecutive(
-    input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> Any:
-    if dim is None:
-        inverse_shape = tuple(input.shape)
-        input, dim = input.reshape(-1), 0
-    else:
-        dim %= input.ndim
-        inverse_shape = (input.shape[dim],)
-    starts = input != input.roll(1, dim)
-    others = [d for d in range(input.ndim) if d != dim]
-    starts = starts.any(others) if others else starts
-    starts[:1] = True
-    results = [input[(slice(None),) * dim + (starts,)]]
-    if return_inverse:
-        results.append((starts.cumsum(0) - 1).reshape(inverse_shape))
-    if return_counts:
-        first = starts.nonzero(as_tuple=True)[0]
-        ends = first.roll(-1, 0)
-        ends[-1:] = len(starts)
-        results.append(ends - first)
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-# -- activations and distances ---------------------------------------------------------------------------------------
+# -- activations and distances -------------------------------------------------------------------------------------
 
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
