@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,19 +65,23 @@ def main() -> int:
 
 
 def _verdicts(run: Callable[..., Any], function: str, choice: Choice) -> list[Verdict]:
-    """The verdicts of a function's cases. A case that ranks do not come back from is not tried again."""
-    lost: list[Verdict] = []
+    """The verdicts of a function's cases. A case that ranks do not come back from is tried twice: they may be slow."""
+    times: Counter[str] = Counter()
+    lost: dict[str, Verdict] = {}
     while True:
         try:
-            by_rank = run(run_function, function, choice, {v.case for v in lost}, timeout=TIMEOUT)
+            by_rank = run(run_function, function, choice, set(lost), timeout=TIMEOUT)
         except RanksFailed as error:
             case, *text = "\n".join(error.texts()).split("\n")
-            is_new = case.startswith(function) and case not in {v.case for v in lost}
-            lost.append(Verdict(case if is_new else f"{function}# -", "hang", "\n".join(text)))
-            if not is_new:  # not a matter of one case
-                return lost
+            if not case.startswith(function):  # no matter of one case
+                case, text = f"{function}# -", [str(error)]
+            times[case] += 1
+            if times[case] == 2:
+                lost[case] = Verdict(case, "hang", "\n".join(text))
+            if f"{function}# -" in lost:
+                return list(lost.values())
         else:
-            return lost + [_told(same_case) for same_case in zip(*by_rank, strict=True)]
+            return [*lost.values(), *(_told(same_case) for same_case in zip(*by_rank, strict=True))]
 
 
 def _on_threads(function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:

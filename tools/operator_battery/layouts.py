@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hyper_parallel import Replicate, Shard
+from hyper_parallel import Partial, Replicate, Shard
 from hyper_parallel.placements import Placement, short
 
 Placements = tuple[tuple[Placement, ...], ...]
@@ -14,11 +14,13 @@ Placements = tuple[tuple[Placement, ...], ...]
 
 
 def one_axis(tensors: Sequence[torch.Tensor]) -> Iterator[Placements]:
-    """One dim of one argument is sharded; where other arguments have that dim too, also that of all of them."""
+    """One argument is a pending sum, or one dim of it is sharded; where others have that dim too, also that of all."""
     most = max(t.ndim for t in tensors)
     for place, tensor in enumerate(tensors):
         for dim in range(tensor.ndim):
             yield _alone(tensors, place, (Shard(dim),))
+        if tensor.is_floating_point():
+            yield _alone(tensors, place, (Partial(),))
     for dim in range(most if len(tensors) > 1 else 0):
         together = tuple((Shard(dim),) if dim < t.ndim else (Replicate(),) for t in tensors)
         if sum(isinstance(p, Shard) for (p,) in together) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import linecache
 import os
 import re
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from hyper_parallel import DTensor, MissingOpError, redistribute_policy
+from hyper_parallel import DTensor, MissingOpError, RedistributionError, redistribute_policy
 from hyper_parallel.testing import make, mesh_of
 from hyper_parallel.testing.placing import piece_of
 from hyper_parallel.testing.progress import busy_with
@@ -25,7 +26,9 @@ from .samples import operators, samples_of, title_of
 VERDICTS = ("right", "refused", "no rule", "wrong", "raw error", "hang")
 """From best to worst."""
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-9}
-_LOOSE = {"rtol": 1e-4, "atol": 1e-5}  # for what is computed in less than float64
+_TOLERANCES = dict.fromkeys((torch.float64, torch.complex128), TOLERANCE)
+_TOLERANCES |= dict.fromkeys((torch.bfloat16, torch.float16), {"rtol": 2e-2, "atol": 1e-2})
+_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def run_function(title: str, choice: Choice, skip: Collection[str]) -> list[Verd
         if name in skip or not re.search(choice.only, name):
             continue
         busy_with(name)
-        verdict = _judge(op, samples[case.sample], case)
+        verdict = judge(op, samples[case.sample], case)
         if verdict is not None:
             verdicts.append(Verdict(name, *verdict))
             _check_that_all_are_here(verdicts[-1])
@@ -131,7 +134,7 @@ class _Call:
         return outputs, structure, [t.grad for t in tensors]
 
 
-def _judge(op: Any, sample: Any, case: Case) -> tuple[str, str] | None:
+def judge(op: Any, sample: Any, case: Case) -> tuple[str, str] | None:
     """Kind and text of this rank's verdict; None where plain torch does not take the call."""
     in_place = case.form == "in-place"
     call = _Call(op.inplace_variant if in_place else op.op, sample, in_place)
@@ -153,9 +156,11 @@ def _judge(op: Any, sample: Any, case: Case) -> tuple[str, str] | None:
 
 
 def _kind_of(error: Exception) -> str:
-    """A refusal is raised by a line of ours; everything else escaped us."""
+    """A refusal is an error of our classes, or raised by a line of ours; everything else escaped us."""
     if isinstance(error, MissingOpError):
         return "no rule"
+    if isinstance(error, RedistributionError):
+        return "refused"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = f"{os.sep}hyper_parallel" in frame.filename
     raised = "raise" in linecache.getline(frame.filename, frame.lineno or 0)
@@ -177,7 +182,8 @@ def _compare(label: str, got: Any, want: Any) -> str | None:
     if not isinstance(want, torch.Tensor):
         if label.startswith("gradient") and got is not None and not got.full_tensor().any():
             return None
-        return None if type(got) is type(want) and (got == want or got != got) else f"{label} is {got!r}, not {want!r}"
+        same = type(got) is type(want) and (_close(got, want) if isinstance(want, (float, complex)) else got == want)
+        return None if same else f"{label} is {got!r}, not {want!r}"
     if got is None:
         return None if not want.any() else f"{label} is missing"
     if not isinstance(got, DTensor):
@@ -190,12 +196,15 @@ def _compare(label: str, got: Any, want: Any) -> str | None:
         local = got.full_tensor().detach()
     else:
         local, want = got.to_local().detach(), piece_of(want, got.layout)
-    exact = want.dtype in (torch.float64, torch.complex128)
     try:
-        torch.testing.assert_close(local, want, equal_nan=True, **(TOLERANCE if exact else _LOOSE))
+        torch.testing.assert_close(local, want, equal_nan=True, **_TOLERANCES.get(want.dtype, _SINGLE))
     except AssertionError as error:
         return f"{label}: {' '.join(str(error).split())}"
     return None
+
+
+def _close(got: complex, want: complex) -> bool:
+    return cmath.isclose(got, want, rel_tol=TOLERANCE["rtol"]) or (got != got and want != want)
 
 
 def _check_that_all_are_here(mine: Verdict) -> None:

@@ -371,6 +371,7 @@ class TestGradient(Few):
     op = torch.gradient
     samples = (
         sample(MATRIX),
+        sample(MATRIX, spacing=None, dim=0),
         sample(MATRIX, spacing=0.5, dim=1, edge_order=2),
         sample(MATRIX, spacing=(torch.tensor([0.0, 1, 3, 4, 7]), torch.tensor([0.0, 1, 2, 4, 5, 9]))).options(
             name="at"

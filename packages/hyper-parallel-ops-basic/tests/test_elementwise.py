@@ -98,6 +98,18 @@ def test_operator(ranks, name):
     check_op(ranks, call, *arguments(name), name=name, meshes=((2, 2),), max_layouts=8)
 
 
+class TestDivision(OpConformance):
+    """A pending sum passes where the quotient is not rounded."""
+
+    op = torch.div
+    inplace = "div_"
+    samples = (
+        sample(tensor(5, 6), tensor(5, 6, low=1, high=2)),
+        sample(tensor(5, 6), 0.3, rounding_mode="floor"),
+        sample(tensor(5, 6), tensor(6, low=1, high=2), rounding_mode="trunc"),
+    )
+
+
 class TestAdd(OpConformance):
     op = torch.add
     inplace = "add_"

@@ -69,6 +69,7 @@ def _trapezoids(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
 def gradient(input: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> tuple[Tensor, ...]:
     spacing = 1 if spacing is None else spacing
     dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    spacing = 1 if spacing is None else spacing
     several = isinstance(spacing, (tuple, list))
     return tuple(
         _slopes(input, spacing[i] if several else spacing, d % input.ndim, edge_order) for i, d in enumerate(dims)

@@ -15,6 +15,7 @@ from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 Linear = Literal["no", "each", "sum", "first"]
+_SHARDS = "every dim, operands alike; broadcast dims stay whole"
 _PENDING: dict[Linear, str] = {
     "no": "reduced first",
     "each": "passes through one factor",
@@ -40,7 +41,7 @@ class Elementwise(StrategyOp):
     def __init__(self, op_name: str, *, linear: Linear = "no", outputs: int = 1) -> None:
         super().__init__(op_name)
         self.linear, self.outputs = linear, outputs
-        self.summary = OpSummary("every dim, operands alike; broadcast dims stay whole", _PENDING[linear])
+        self.summary = OpSummary(_SHARDS, _PENDING[linear])
 
     def num_outputs(self, call: Call) -> int:
         return self.outputs
@@ -92,6 +93,17 @@ class Elementwise(StrategyOp):
                     yield Strategy([p if j == i else R for j in range(count)], p)
             elif self.linear == "first":
                 yield Strategy([p], p)
+
+
+class Division(Elementwise):
+    """``div``: linear in the numerator, unless the quotient is rounded."""
+
+    def __init__(self, op_name: str) -> None:
+        super().__init__(op_name, linear="first")
+        self.summary = OpSummary(_SHARDS, "passes, unless the quotient is rounded")
+
+    def _pending(self, call: Call, count: int) -> Iterable[Strategy]:
+        return () if call.kwargs.get("rounding_mode") else super()._pending(call, count)
 
 
 def broadcast_shape(shapes: list[Any]) -> tuple[int, ...]:
