@@ -72,6 +72,9 @@ def redistribute_policy(policy: Policy) -> AbstractContextManager[None]:
             other mismatch; ``"auto"`` redistributes, cheapest first; ``"strict"`` raises always. Steps that need no
             communication (Replicate to Shard or Partial) are taken in all three.
 
+    A forward that activation checkpointing runs again in the backward does so under the policy in force there: keep
+    ``backward()`` inside the block as well.
+
     Raises:
         ValueError: for any other word.
     """
