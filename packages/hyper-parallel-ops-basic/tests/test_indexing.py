@@ -136,6 +136,7 @@ class TestIndexPut(Quick):
         sample(MATRIX, (IDS,), tensor(4, 6), accumulate=True),
         sample(MATRIX, [IDS, IDS], tensor(4), True),
         sample(MATRIX, (ROWS, DISTINCT), tensor(3), True).options(name="mask and ids"),
+        sample(tensor(5, 6, 2), (MASK,), tensor(12, 2), True).options(name="mask of two dims"),
         sample(tensor(5, 6, 2), (IDS.view(2, 2), IDS[:2]), tensor(2, 2, 2), True).options(name="2-D ids"),
     )
 

@@ -206,7 +206,7 @@ def _meta_indices(shape: Sequence[int]) -> torch.Tensor:
 
 def _items(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Item, ...]:
     parts = [_table(part) if _is_table(part) else part for part in index]
-    reads = [_dims_read(part) for part in parts]
+    reads = [dims_read(part) for part in parts]
     left = len(shape) - sum(reads)
     if left < 0:
         raise IndexError(f"too many indices for tensor of dimension {len(shape)}")
@@ -240,7 +240,8 @@ def _is_mask(part: Any) -> bool:
     return part.dtype in (torch.bool, torch.uint8)
 
 
-def _dims_read(part: Any) -> int:
+def dims_read(part: Any) -> int:
+    """How many dims of the tensor a part of an index reads."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     return len(part.shape) if isinstance(part, (Ref, torch.Tensor)) and _is_mask(part) else 1

@@ -17,7 +17,7 @@ from hyper_parallel.placements import Replicate
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING
 
-from .index_arguments import Index, as_ids, asked_for, check_whole_ids
+from .index_arguments import Index, as_ids, asked_for, check_whole_ids, dims_read
 from .sharded_masks import Beside, ShardedMask
 
 if TYPE_CHECKING:
@@ -217,7 +217,8 @@ class Writing:
 
 def _add(x: torch.Tensor, where: Sequence[Any], value: Any) -> None:
     """``x[where] += value`` with repeated indices added each time; ``where`` holds slices and index tensors."""
-    region = x[tuple(part if isinstance(part, slice) else slice(None) for part in where)]
+    cuts = [[part] if isinstance(part, slice) else [slice(None)] * dims_read(part) for part in where]
+    region = x[tuple(cut for some in cuts for cut in some)]
     indices = [None if isinstance(part, slice) else torch.as_tensor(part, device=x.device) for part in where]
     while indices and indices[-1] is None:
         indices.pop()
