@@ -17,6 +17,7 @@ EXCLUDED = {
     r"jiterator_.*": "compiles for CUDA",
     r"to_sparse|sparse\..*": "sparse tensors",
     r"resize_|resize_as_": "give a tensor other memory, which a DTensor refuses",
+    r"torch\._scaled_mm.*": "has no samples for CPUs",
     r"masked\..*": "ask whether tensor.layout is torch.strided; that of a DTensor is its Layout",
     r"nn\.functional\.rrelu": "draws for negative elements only, so that no rank knows how many came before its own",
 }

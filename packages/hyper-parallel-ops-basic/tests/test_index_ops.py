@@ -28,7 +28,11 @@ class TestIndexSelect(Quick):
 
 class TestGather(Quick):
     op = torch.gather
-    samples = (sample(MATRIX, 0, ROW_IDS), sample(MATRIX, 1, COLUMN_IDS))
+    samples = (
+        sample(MATRIX, 0, ROW_IDS),
+        sample(MATRIX, 1, COLUMN_IDS),
+        sample(tensor(5), 0, torch.empty(2, 0, dtype=torch.int64)),
+    )
 
 
 class TestIndexAdd(Quick):

@@ -114,6 +114,9 @@ class Gather(IndexSelect):
         spec, index = call.spec("input"), call.spec("index")
         dim = call.dim("dim")
         assert dim is not None
+        if 0 in index.shape and len(index.shape) != len(spec.shape):  # which PyTorch takes, as nothing is read
+            yield from (Strategy({"index": S(d)}, S(d)) for d in range(len(index.shape)))
+            return
         for d in range(len(spec.shape)):
             if d != dim and spec.shape[d] == index.shape[d]:
                 yield Strategy({"input": S(d), "index": S(d)}, S(d))
