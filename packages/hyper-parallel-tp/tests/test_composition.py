@@ -143,6 +143,18 @@ def test_blocks_on_the_tensor_axis_of_a_batch_over_data_ranks():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
+def test_embedded_inputs_in_the_place_of_token_ids(sequence):
+    pytest.importorskip("transformers")
+    model = language_model("Llama")
+    twin = copy.deepcopy(model)
+    parallelize_module(model, mesh(), llama3_plan(sequence_parallel=sequence))
+    x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
+    found, want = model(inputs_embeds=x).logits, twin(inputs_embeds=x).logits
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
 def test_transformers_checkpointing_and_generation(sequence):
     pytest.importorskip("transformers")
     model = language_model("Llama")

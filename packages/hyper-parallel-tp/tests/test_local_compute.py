@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
-from tp_models import check_gradients, hidden, mesh, twins
+from tp_models import check_gradients, hidden, mesh, twins, whole
 
 from hyper_parallel import (
     CommTrace,
@@ -56,6 +58,42 @@ def test_experts_compute_on_this_ranks_pieces():
     with pytest.raises(RuntimeError, match="shape"):
         model(hidden(2, 4, 7), hidden(2, 4, 3))
     assert isinstance(model.up, DTensor)  # also after an error
+
+
+@dataclasses.dataclass
+class Tokens:
+    """What a module takes and returns."""
+
+    hidden: torch.Tensor
+    count: int = 3
+
+
+class InStructures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(6, 8)), nn.Parameter(torch.zeros(8, 6))
+
+    def forward(self, tokens, *, more):
+        y = torch.relu((tokens.hidden + more["offset"]) @ self.up.T) @ self.down.T
+        return Tokens(y), {"twice": [2 * y]}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("placement", [None, R, S1], ids=["plain", "R", "S1"])
+def test_tensors_inside_of_structures(placement):
+    """They enter whole and leave as sums, as those do that are inputs and outputs themselves."""
+    model, twin = twins(InStructures)
+    parallelize_module(model, mesh(), LocalCompute(parameters={"up": S0, "down": S1}))
+    x = hidden() if placement is None else distribute_tensor(hidden(), mesh(), [placement])
+    x, y, offset = x.requires_grad_(), hidden().requires_grad_(), hidden(8)
+    out, more = model(Tokens(x), more={"offset": offset})
+    want, want_more = twin(Tokens(y), more={"offset": offset})
+    torch.testing.assert_close(out.hidden.full_tensor(), want.hidden)
+    torch.testing.assert_close(more["twice"][0].full_tensor(), want_more["twice"][0])
+    (out.hidden.pow(2).sum() + more["twice"][0].sum()).backward()
+    (want.hidden.pow(2).sum() + want_more["twice"][0].sum()).backward()
+    torch.testing.assert_close(whole(x.grad), y.grad)
+    check_gradients(model, twin)
 
 
 @pytest.mark.ranks(4)

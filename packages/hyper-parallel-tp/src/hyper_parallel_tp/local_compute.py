@@ -17,7 +17,7 @@ from hyper_parallel.forwards import forward_function, set_forward
 from hyper_parallel.mesh import MeshInfo, mesh_info
 from hyper_parallel.placements import is_partial, is_replicate, is_shard
 from hyper_parallel.plan import fit_rank
-from hyper_parallel.structures import tensors_of
+from hyper_parallel.structures import map_structure, tensors_of
 from hyper_parallel_tp.style import ParallelStyle, checked_placement
 
 __all__ = ["LocalCompute"]
@@ -58,16 +58,13 @@ class LocalCompute(ParallelStyle):
             def whole(value: Any) -> Any:
                 return enter(_on_mesh(value, mesh) if mesh is not info else value)
 
-            args, kwargs = tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+            args, kwargs = map_structure((args, kwargs), whole)
             parameters = _spread_parameters(self)
             pieces = _Pieces(self, info, _dtensors(args, kwargs), [parameter for _, _, parameter in parameters])
             with _replaced(parameters, pieces.local):
                 output = inner(self, *map_dtensors(args, pieces.local), **map_dtensors(kwargs, pieces.local))
 
-            def hand_out(value: Any) -> Any:
-                return leave(pieces.wrapped(value))
-
-            return hand_out(output) if not isinstance(output, tuple) else type(output)(map(hand_out, output))
+            return map_structure(output, lambda term: leave(pieces.wrapped(term)))
 
         set_forward(module, forward)
         return module

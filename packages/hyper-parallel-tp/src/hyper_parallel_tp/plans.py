@@ -32,7 +32,11 @@ def llama3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False)
     norm = SequenceParallel() if sequence_parallel else NoParallel(use_local_output=False)
     split = ColwiseParallel(use_local_output=False)
     join = RowwiseParallel(output_layouts=residual, use_local_output=False)
+    embedded = {"inputs_embeds": Replicate()}  # in the place of token ids
     return {
+        "model": PrepareModuleInput(
+            input_kwarg_layouts=embedded, desired_input_kwarg_layouts=dict.fromkeys(embedded, residual)
+        ),
         "model.embed_tokens": RowwiseParallel(
             input_layouts=Replicate(), output_layouts=residual, use_local_output=False
         ),
@@ -66,7 +70,7 @@ def qwen3_vl_plan(*, sequence_parallel: bool = False, loss_parallel: bool = Fals
     What looks at the pictures is held whole by every rank.
     """
     plan = qwen3_plan(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    inside = {name: style for name, style in plan.items() if name.startswith("model.")}
+    inside = {name: style for name, style in plan.items() if name.partition(".")[0] == "model"}
     outside = {name: style for name, style in plan.items() if name not in inside}
     seeing = {"model.visual": NoParallel(use_local_output=False)}
     return {**{f"model.language_{name}": style for name, style in inside.items()}, **seeing, **outside}
