@@ -226,7 +226,7 @@ def _joint(call: Call, chosen: Sequence[Row], count: int) -> tuple[list[Layout],
     groups: list[set[_Slot]] = []
     sharded_by: dict[_Slot, list[int]] = {}
     for axis, row in enumerate(chosen):
-        slots = [(i, p.dim) for i, p in enumerate(row.inputs) if is_shard(p)]
+        slots = _sharded(row)
         slots += [(-1 - i, p.dim) for i, p in enumerate(row.outputs) if is_shard(p)]
         for slot in slots:
             sharded_by.setdefault(slot, []).append(axis)
@@ -243,10 +243,12 @@ def _joint(call: Call, chosen: Sequence[Row], count: int) -> tuple[list[Layout],
         placements = []
         for axis, row in enumerate(chosen):
             want = row.inputs[operand] if operand >= 0 else row.outputs[-1 - operand]
-            packed = _like_anchor(call, row, axis, want) if is_shard(want) else want
-            # Operands that are joined along a dim have other sizes there, and so no such sections.
-            fits = operand < 0 or type(packed) is not PackedShard or sum(packed.sections) == sizes[operand][packed.dim]
-            placements.append(packed if fits else want)
+            if is_shard(want):
+                packed = _like_anchor(call, row, axis, want)
+                # Operands joined along a dim have other sizes there and so no such sections; nor has the result.
+                slots = [(operand, want.dim)] if operand >= 0 else _sharded(row)
+                want = packed if all(_has_sections(packed, sizes[i][dim]) for i, dim in slots) else want
+            placements.append(want)
         order = []
         for dim in range(ndim):
             mine = sharded_by.get((operand, dim), ())
@@ -261,6 +263,15 @@ def _joint(call: Call, chosen: Sequence[Row], count: int) -> tuple[list[Layout],
     widest = [1 + max((p.dim for row in chosen if is_shard(p := row.outputs[o])), default=-1) for o in range(count)]
     outputs = [layout(-1 - o, widest[o], base) for o in range(count)]
     return targets, outputs
+
+
+def _sharded(row: Row) -> list[_Slot]:
+    """The sharded dims of the inputs."""
+    return [(i, p.dim) for i, p in enumerate(row.inputs) if is_shard(p)]
+
+
+def _has_sections(placement: Placement, size: int) -> bool:
+    return type(placement) is not PackedShard or sum(placement.sections) == size
 
 
 def _group_order(call: Call, slots: set[_Slot], sharded_by: Mapping[_Slot, list[int]]) -> list[int]:
