@@ -1,5 +1,9 @@
 """Reading and writing by index along a dimension, embedding and one-hot, against plain torch on all layouts."""
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -214,3 +218,31 @@ def test_a_packed_dim_beside_a_sharded_index():
             torch.testing.assert_close(got.full_tensor(), x.index_add(0, ids, rows))
     mine[spread(ids, Shard(0))] = spread(rows[ids], Shard(0))
     assert torch.equal(mine.full_tensor()[ids], rows[ids])
+
+
+def test_an_id_out_of_range_in_one_shard_ends_every_rank(tmp_path):
+    """Only the rank that has the id sees it (a check by all would cost a collective per call): it raises, and its end
+    is an error for those that wait for it."""
+    script = """
+        import sys, torch
+        from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
+        rank, store = int(sys.argv[1]), sys.argv[2]
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        table = distribute_tensor(torch.zeros(5, 2), mesh, [Replicate()])
+        ids = distribute_tensor(torch.tensor([1, 2, 3, 9]), mesh, [Shard(0)])
+        table[ids].sum().item()
+    """
+    start = [sys.executable, "-c", textwrap.dedent(script)]
+    ranks = [
+        subprocess.Popen([*start, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode for rank in ranks)
+    assert "IndexError: index 9 is out of bounds" in errors[1]
+    assert "RuntimeError" in errors[0]

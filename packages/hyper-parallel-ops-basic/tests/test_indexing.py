@@ -54,6 +54,7 @@ class TestGetItem(Quick):
         sample(tensor(3, 5, 2), (slice(1, None), ROWS)).options(name="mask behind a slice"),
         sample(MATRIX, (False, slice(1, None))).options(name="False"),
         sample(MATRIX, []).options(name="empty list"),
+        sample(MATRIX, [[0, 4], [5, 1]]).options(name="list that counts as a tuple"),
         sample(MATRIX, (ROWS, DISTINCT)).options(name="mask and ids"),
         sample(tensor(2, 5, 6), (slice(None), DISTINCT[:, None], COLUMNS)).options(name="2-D ids and mask"),
         sample(tensor(5, 6, 2), (MASK, tensor(12, dtype=torch.int64, high=2))).options(name="mask of two dims and ids"),

@@ -47,7 +47,7 @@ class Extreme(Reduction):
 
     def with_index(self, call: Call) -> bool:
         """Whether the call is ``max(x, dim)``, which returns values and indices."""
-        return self.indices and call.arg("dim", call.arg("axis")) is not None
+        return self.indices and self.given_dims(call) is not None
 
     def num_outputs(self, call: Call) -> int:
         return 1 if self._other(call) or not self.with_index(call) else 2
@@ -116,7 +116,7 @@ class ArgExtreme(Reduction):
         if not over:
             return None
         shape, dims, keep, op = tuple(call.inputs[0].shape), self.folded(call), self.keepdim(call), self.op
-        along = call.arg("dim", call.arg("axis")) is not None
+        along = self.given_dims(call) is not None
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             x = x.detach()

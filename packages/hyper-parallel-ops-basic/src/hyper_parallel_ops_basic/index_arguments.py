@@ -52,7 +52,7 @@ class Index:
 
     def __init__(self, index: Any, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
-        self.items = _items(index if isinstance(index, tuple) else (index,), self.shape)
+        self.items = _items(parts_of(index), self.shape)
         advanced = [i for i in self.items if i.kind in ("tensor", "mask")]
         self.has_mask = any(i.kind == "mask" for i in advanced)
         self.broadcast: tuple[int, ...] | None = None
@@ -138,9 +138,8 @@ class Index:
 
     def on_meta(self, given: Any) -> tuple[Any, ...]:
         """The index for a meta tensor, whose ints a meta tensor cannot hold."""
-        given = given if isinstance(given, tuple) else (given,)
         unread = {i.where for i in self.ints() if i.ref is not None}
-        return tuple(0 if where in unread else part for where, part in enumerate(given))
+        return tuple(0 if where in unread else part for where, part in enumerate(parts_of(given)))
 
     def with_picked(self, given: Sequence[Any], count: int) -> tuple[Any, ...]:
         """The index for a meta tensor, where masks are the ``count`` indices per dim that ``nonzero`` gives of them."""
@@ -152,6 +151,18 @@ class Index:
             picked: list[Any] = [_meta_indices((count,))] * len(mask.value)
             parts[at] = picked or [bool(given[at])]
         return tuple(part for expanded in parts for part in expanded)
+
+
+def parts_of(index: Any) -> tuple[Any, ...]:
+    """The parts of an index. A short list that holds more than numbers counts as a tuple, as in PyTorch."""
+    if isinstance(index, tuple):
+        return index
+    is_many = _is_table(index) and len(index) < 32 and any(_is_part(part) for part in index)
+    return tuple(index) if is_many else (index,)
+
+
+def _is_part(part: Any) -> bool:
+    return part is None or part is Ellipsis or isinstance(part, (slice, Ref, torch.Tensor)) or _is_table(part)
 
 
 def asked_for(item: Item, shape: tuple[int, ...], given: Sequence[Any]) -> Any:
@@ -228,6 +239,8 @@ def _items(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Item, ...]:
 
 def _is_table(part: Any) -> bool:
     """Whether a part is a list or an array of NumPy: indices that every rank has."""
+    if isinstance(part, torch.Tensor):
+        return False
     return isinstance(part, (list, tuple, range)) or (hasattr(part, "__array__") and getattr(part, "ndim", 0) > 0)
 
 

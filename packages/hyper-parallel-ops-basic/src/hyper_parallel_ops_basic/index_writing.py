@@ -8,7 +8,7 @@ target that is whole is gathered, as every rank needs it; what is added, not in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from hyper_parallel.strategy import LayoutOp, P, S
 from hyper_parallel.transition import plan_transition
 
 from .gathered_inputs import gathered_inside
-from .index_arguments import Index
+from .index_arguments import Index, parts_of
 from .picking import of_dims
 from .piece_writing import Value, Writing
 from .sharded_masks import beside_of, in_chunks, leading, lying_as_picked, the_sharded_mask
@@ -81,36 +81,36 @@ class SetItem(LayoutOp):
         mask = the_sharded_mask(lead, target, index.shape)
         for item in [] if mask is None else lying_as_picked(call, index, mask.item):
             targets[item.ref.index] = call.inputs[item.ref.index].layout  # type: ignore[union-attr]
-        given, travelling = call.arg("values"), None
-        value: Value | None = None
-        if isinstance(given, Ref):
-            value = _value(call, index, given, target)
-        if not index.has_mask:
-            travelling = _let_travel(call, index, target, targets, value)
+        value = _value(call, index, target)
+        travelling = _let_travel(call, index, target, targets, value)
         for axis in added:
             _keep_terms(call, index, axis, targets, value)
-        if isinstance(given, Ref):
-            assert value is not None
-            targets[given.index] = value.layout
+        if (given := call.index("values")) is not None:
+            targets[given] = value.layout
         _check(call, targets)
-        beside = beside_of(call, index, mask, targets)
-        write = Writing(index, target, value or Value(None, ()), mask, beside, travelling)
-        in_place, neutral = call.inplace, neutral_of_number(target)
+        write = Writing(index, target, value, mask, beside_of(call, index, mask, targets), travelling)
+        in_place, neutral, arguments = call.inplace, neutral_of_number(target), self.arguments
 
-        def local(x: torch.Tensor, given: Any, value: Any, accumulate: bool = False) -> torch.Tensor:
-            given = tuple(given) if isinstance(given, tuple) or by_tensors else (given,)
-            if neutral is not None and not isinstance(value, torch.Tensor):
-                value = neutral
-            return write(x if in_place else x.clone(), given, value, accumulate)
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            bound = arguments.bind(args, kwargs)
+            x, parts, values = bound["input"], bound["indices"], bound["values"]
+            parts = tuple(parts) if by_tensors else parts_of(parts)
+            if neutral is not None and not isinstance(values, torch.Tensor):
+                values = neutral
+            return write(x if in_place else x.clone(), parts, values, bound.get("accumulate", False))
 
-        return Solution(targets, [target], _with_names(local), meta=lambda x, *args, **kwargs: x)
+        return Solution(targets, [target], local, meta=lambda x, *args, **kwargs: x)
 
 
-def _value(call: Call, index: Index, given: Ref, target: Layout) -> Value:
+def _value(call: Call, index: Index, target: Layout) -> Value:
     """Layout that the value must have: pending where the target is, sharded by the target's axes where it is."""
-    have, shape = call.inputs[given.index].layout, index.shape
-    pending = {a: p for a, p in enumerate(target.placements) if isinstance(p, Partial)}
-    value = Value(have.replicated().with_placements(pending), tuple(given.shape), index)
+    if call.index("values") is None:
+        return Value(index)
+    have, shape = call.spec("values").layout, index.shape
+    value = Value(index, have, tuple(call.spec("values").shape))
+    value.layout = value.layout.with_placements(
+        {a: p for a, p in enumerate(target.placements) if isinstance(p, Partial)}
+    )
     for dim, picked in index.ranges().items():
         axes = target.shard_order[dim]
         at = index.result.index(dim)
@@ -122,11 +122,11 @@ def _value(call: Call, index: Index, given: Ref, target: Layout) -> Value:
             value.lies.add(at)
         else:
             value.moves[at] = own, _to_region(target, shape, dim, picked, have, value.shape, own)
-        value.keep(have, axes)
+        value.keep(axes)
     if (mask := leading(call, index)) is not None:
         own, over = value.own_dim(index.picked), {a for d in mask.dims for a in target.shard_order[d]}
         if own is not None and value.shape[own] != 1 and in_chunks(have, own, over):
-            value.keep(have, have.shard_order[own])
+            value.keep(have.shard_order[own])
             value.lies.add(index.picked)
     return value
 
@@ -141,19 +141,16 @@ def _to_region(
     return Move(group, held, [indices_of(tuple((o.result.start, o.result.stop) for o in part)) for part in parts])
 
 
-def _let_travel(
-    call: Call, index: Index, target: Layout, targets: list[Layout], value: Value | None
-) -> Travelling | None:
+def _let_travel(call: Call, index: Index, target: Layout, targets: list[Layout], value: Value) -> Travelling | None:
     """Keep index tensors and values sharded whose elements travel to the ranks that hold their places."""
-    have = None if value is None else call.spec("values").layout
-    travelling = travelling_with(call, index, target, have, value)
+    travelling = travelling_with(call, index, target, value)
     if travelling is not None:
         for item in travelling.told:
             assert item.ref is not None
             kept = dict.fromkeys(travelling.axes, S(travelling.place))
             targets[item.ref.index] = targets[item.ref.index].with_placements(kept)
-        if travelling.brings and value is not None and have is not None:
-            value.keep(have, travelling.axes)
+        if travelling.brings:
+            value.keep(travelling.axes)
             value.lies.add(travelling.at)
     return travelling
 
@@ -183,29 +180,17 @@ def _along(index: Index, value: Spec, own: int) -> int | None:
     return at if fits and value.shape[own] == index.broadcast[at - index.gathered.start] else None
 
 
-def _keep_terms(call: Call, index: Index, axis: int, targets: list[Layout], value: Value | None) -> None:
+def _keep_terms(call: Call, index: Index, axis: int, targets: list[Layout], value: Value) -> None:
     """Values and what goes with them stay sharded over a mesh axis over which they are added."""
-    assert value is not None
-    have = call.spec("values")
-    own = have.layout.placements[axis].dim  # type: ignore[attr-defined]
-    at = own + len(index.result) - len(have.shape)
-    value.layout = value.layout.with_placements({axis: S(own)})
+    own = call.spec("values").layout.placements[axis].dim  # type: ignore[attr-defined]
+    at = own + len(index.result) - len(value.shape)
+    value.keep([axis])
     value.lies.add(at)
     for item in index.tensors():
         d = at - index.gathered.stop + len(item.value)
         if d >= 0 and item.value[d] != 1 and item.ref is not None:
             i = item.ref.index
             targets[i] = targets[i].with_placements({axis: S(d)})
-
-
-def _with_names(local: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the keyword names of the methods (``indices``, ``values``) too."""
-
-    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = dict(zip(("indices", "values", "accumulate"), args, strict=False)) | kwargs
-        return local(x, given["indices"], given["values"], given.get("accumulate", False))
-
-    return call
 
 
 def neutral_of_number(target: Layout) -> int | None:

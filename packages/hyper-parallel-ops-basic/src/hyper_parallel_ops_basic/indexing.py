@@ -28,7 +28,7 @@ from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec, m
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 from .exchanging import Exchange, placed_along
-from .index_arguments import Index, Item, as_ids, asked_for, check_whole_ids
+from .index_arguments import Index, Item, as_ids, asked_for, check_whole_ids, parts_of
 from .picking import by_data
 from .sharded_masks import beside_of, leading, lying_as_picked, the_sharded_mask
 
@@ -68,7 +68,7 @@ class GetItem(StrategyOp):
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The parts of the index in a local call, which :class:`Item.where` numbers."""
-        return args[1] if isinstance(args[1], tuple) else (args[1],)
+        return parts_of(args[1])
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         index, spec = self.index(call), call.inputs[0]

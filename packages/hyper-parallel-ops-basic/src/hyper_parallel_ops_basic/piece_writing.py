@@ -28,32 +28,34 @@ class Value:
     """What is written: a tensor, or a number (without dims).
 
     Attributes:
-        layout: that it must have; None for a number.
+        given: the layout that a tensor has; None for a number.
         shape: its global shape.
         lies: dims of the result on which it is sharded as the target, or what is picked, is.
         moves: of those on which it is sharded otherwise: its own dim, and how it travels.
     """
 
-    def __init__(self, layout: Layout | None, shape: tuple[int, ...], index: Index | None = None) -> None:
-        self._layout, self.shape = layout, shape
-        self._beyond = 0 if index is None else len(index.result) - len(shape)
+    def __init__(self, index: Index, given: Layout | None = None, shape: tuple[int, ...] = ()) -> None:
+        self.given, self.shape = given, shape
+        self._needed = None if given is None else given.replicated()
+        self._beyond = len(index.result) - len(shape)
         self.lies: set[int] = set()
         self.moves: dict[int, tuple[int, Move]] = {}
 
     @property
     def layout(self) -> Layout:
-        """The layout of a tensor."""
-        assert self._layout is not None
-        return self._layout
+        """The layout that a tensor must have; at first, whole on every rank."""
+        assert self._needed is not None
+        return self._needed
 
     @layout.setter
     def layout(self, layout: Layout) -> None:
-        self._layout = layout
+        self._needed = layout
 
-    def keep(self, have: Layout, axes: Sequence[int]) -> None:
+    def keep(self, axes: Sequence[int]) -> None:
         """It stays on these mesh axes, in this order, as it is."""
+        assert self.given is not None
         for axis in axes:
-            self._layout = self.layout.with_placements({axis: have.placements[axis]})
+            self.layout = self.layout.with_placements({axis: self.given.placements[axis]})
 
     def own_dim(self, at: int) -> int | None:
         """Its dim for a dim of the result; None where it has none."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
+from hyper_parallel.call import Call, Signature, Solution
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.families.elementwise import Elementwise, broadcast_shape
 from hyper_parallel.families.over_axes import global_indices
@@ -21,6 +21,8 @@ from hyper_parallel.strategy import LayoutOp, Strategy
 
 from .factories import settled
 from .picking import Picked, by_data, known
+
+_ARGUMENTS = Signature("input, mask")  # of masked_select
 
 
 class NonZero(LayoutOp):
@@ -99,7 +101,7 @@ class MaskedSelect(FunctionOp):
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        named = dict(zip(("input", "mask"), args, strict=False)) | kwargs
+        named = _ARGUMENTS.bind(args, kwargs)
         tensor, mask = named["input"], named["mask"]
         shape = broadcast_shape([tensor.shape, mask.shape])
         return dispatch(torch.Tensor.__getitem__, (tensor.expand(shape), mask.expand(shape)), {})

@@ -76,42 +76,27 @@ def own_place(index: Index, item: Item, place: int) -> int:
     return place - len(index.gathered) + len(item.value)
 
 
-def travelling_with(
-    call: Call, index: Index, target: Layout, values: Layout | None, value: Value | None
-) -> Travelling | None:
-    """How index tensors and values travel, where they are sharded by the mesh axes of the dim that one of them means.
-
-    Args:
-        values: layout of the values that are given; ``value`` is what else there is about them.
-    """
-    if index.broadcast is None:
-        return None
+def travelling_with(call: Call, index: Index, target: Layout, value: Value) -> Travelling | None:
+    """How index tensors and values travel, where they are sharded by the mesh axes of the dim that one index means."""
     for item in index.tensors():
         axes = target.shard_order[item.dim]
-        for place, size in enumerate(index.broadcast):
+        for place, size in enumerate(index.broadcast or ()):  # with masks nothing travels
             own = own_place(index, item, place)
             if not axes or own < 0 or item.value[own] != size or size == 1:
                 continue
-            told = [
-                i
-                for i in index.tensors()
-                if i.ref is not None
-                and i.value == index.broadcast
-                and _sharded_by(call.inputs[i.ref.index].layout, place, axes)
-            ]
-            own_dim = None if value is None else value.own_dim(index.gathered[place])
-            brings = (
-                value is not None
-                and values is not None
-                and own_dim is not None
-                and value.shape[own_dim] == size
-                and _sharded_by(values, own_dim, axes)
-            )
+            alike = [(i, i.ref) for i in index.tensors() if i.value == index.broadcast]
+            told = [i for i, ref in alike if ref and _sharded_by(call.inputs[ref.index].layout, place, axes)]
+            dim = value.own_dim(index.gathered[place])
+            brings = dim is not None and value.shape[dim] == size and _sharded_by(value.given, dim, axes)
             if told or brings:
                 return Travelling(index, target, item, place, told, brings)
     return None
 
 
-def _sharded_by(layout: Layout, dim: int, axes: tuple[int, ...]) -> bool:
+def _sharded_by(layout: Layout | None, dim: int, axes: tuple[int, ...]) -> bool:
     """Whether a dim is sharded by exactly these mesh axes, plainly."""
-    return layout.shard_order[dim] == axes and all(type(layout.placements[a]) is Shard for a in axes)
+    return (
+        layout is not None
+        and layout.shard_order[dim] == axes
+        and all(type(layout.placements[a]) is Shard for a in axes)
+    )

@@ -28,10 +28,13 @@ class Reduction(StrategyOp):
 
     signature = "input, dim=None, keepdim=False, *, dtype=None, axis=None, keepdims=None"
 
+    def given_dims(self, call: Call) -> Any:
+        """``dim`` as it was written; None where it was not."""
+        return call.arg("dim", call.arg("axis"))
+
     def folded(self, call: Call) -> tuple[int, ...]:
         """The folded dims, ascending; no ``dim`` (or an empty one) means all of them."""
-        ndim = len(call.inputs[0].shape)
-        given = call.arg("dim", call.arg("axis"))
+        ndim, given = len(call.inputs[0].shape), self.given_dims(call)
         if given is None or (isinstance(given, (tuple, list)) and not given):
             return tuple(range(ndim))
         dims = given if isinstance(given, (tuple, list)) else (given,)
