@@ -82,7 +82,7 @@ class SetItem(LayoutOp):
         for item in [] if mask is None else lying_as_picked(call, index, mask.item):
             targets[item.ref.index] = call.inputs[item.ref.index].layout  # type: ignore[union-attr]
         value = _value(call, index, target)
-        travelling = _let_travel(call, index, target, targets, value)
+        travelling = _let_travel(call, index, target, targets, value, added)
         for axis in added:
             _keep_terms(call, index, axis, targets, value)
         if (given := call.index("values")) is not None:
@@ -141,9 +141,14 @@ def _to_region(
     return Move(group, held, [indices_of(tuple((o.result.start, o.result.stop) for o in part)) for part in parts])
 
 
-def _let_travel(call: Call, index: Index, target: Layout, targets: list[Layout], value: Value) -> Travelling | None:
-    """Keep index tensors and values sharded whose elements travel to the ranks that hold their places."""
+def _let_travel(
+    call: Call, index: Index, target: Layout, targets: list[Layout], value: Value, added: frozenset[int]
+) -> Travelling | None:
+    """Keep index tensors and values sharded whose elements travel to the ranks that hold their places; not along a dim
+    of which other axes add a part each."""
     travelling = travelling_with(call, index, target, value)
+    if travelling is not None and travelling.at in {_added_along(call, index, axis) for axis in added}:
+        return None
     if travelling is not None:
         for item in travelling.told:
             assert item.ref is not None
@@ -180,10 +185,15 @@ def _along(index: Index, value: Spec, own: int) -> int | None:
     return at if fits and value.shape[own] == index.broadcast[at - index.gathered.start] else None
 
 
+def _added_along(call: Call, index: Index, axis: int) -> int:
+    """The dim of the result along which a mesh axis shards values that are added."""
+    value = call.spec("values")
+    return value.layout.placements[axis].dim + len(index.result) - len(value.shape)  # type: ignore[attr-defined]
+
+
 def _keep_terms(call: Call, index: Index, axis: int, targets: list[Layout], value: Value) -> None:
     """Values and what goes with them stay sharded over a mesh axis over which they are added."""
-    own = call.spec("values").layout.placements[axis].dim  # type: ignore[attr-defined]
-    at = own + len(index.result) - len(value.shape)
+    at = _added_along(call, index, axis)
     value.keep([axis])
     value.lies.add(at)
     for item in index.tensors():
