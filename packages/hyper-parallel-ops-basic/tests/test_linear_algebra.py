@@ -94,7 +94,7 @@ class TestIntMatmul(Few):
 
 class TestVander(Few):
     op = torch.linalg.vander
-    samples = (sample(tensor(2, 5)), sample(tensor(5), N=3))
+    samples = (sample(tensor(2, 5)), sample(tensor(5), N=3), sample(tensor(), N=2))
 
 
 class TestTensorinv(Few):

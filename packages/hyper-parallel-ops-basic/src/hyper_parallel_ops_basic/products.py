@@ -92,6 +92,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def vander(x: Tensor, N: int | None = None) -> Tensor:
+    x = x if x.ndim else x.reshape(1)
     powers = torch.arange(x.shape[-1] if N is None else N, device=x.device)
     return x.unsqueeze(-1) ** plain_like(x, powers)
 
