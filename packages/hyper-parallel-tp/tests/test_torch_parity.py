@@ -1,16 +1,20 @@
-"""PyTorch's styles and ours on the same modules, in the same process group: the same numbers."""
+"""PyTorch's styles and ours on the same modules, each in a process group of its own: the same numbers."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor.parallel as theirs
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from tp_models import Attention, Block, Mlp, twins, whole
 
 import hyper_parallel as ours
-from hyper_parallel import Replicate, Shard, init_device_mesh
+from hyper_parallel import Replicate, Shard
 
 R, S0, S1, LAST = Replicate(), Shard(0), Shard(1), Shard(-1)
 
@@ -96,15 +100,21 @@ def run(lib, name, mesh):
     return x, y, model, twin, sequence
 
 
+@cache
+def mesh_of(lib):
+    """Kept: torch remembers the groups of meshes that it has seen."""
+    return DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("tp",))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers(name):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for lib in (theirs, ours):
+        mesh = mesh_of(lib)
         x, y, model, twin, sequence = run(lib, name, mesh)
         grad = x.grad
         if sequence:
-            torch.distributed.all_reduce(grad)  # each rank used its part
+            dist.all_reduce(grad, group=mesh.get_group())  # each rank used its part
         torch.testing.assert_close(grad, y.grad)
         for parameter, single in zip(model.parameters(), twin.parameters(), strict=True):
             if not hasattr(parameter, "placements"):  # plain norms: every rank computes the same

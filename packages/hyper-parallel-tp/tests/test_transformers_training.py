@@ -90,15 +90,17 @@ def test_on_two_ranks(family, options, tied):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("family", PLANS)
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=["plain", "sequence and loss"])
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 @pytest.mark.parametrize("tp", [4, 2], ids=["tp=4", "dp=2 x tp=2"])
-def test_on_four_ranks(family, options, tp):
-    check_training(family, options, ParallelDims(tp=tp))  # with tp=4 there are fewer key-value heads than ranks
+@pytest.mark.parametrize("tied", [False, True])
+def test_on_four_ranks(family, options, tp, tied):
+    # with tp=4 there are fewer key-value heads than ranks
+    check_training(family, options, ParallelDims(tp=tp), tie_word_embeddings=tied)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("family", PLANS)
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=["plain", "sequence and loss"])
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_fully_sharded_over_tensor_parallel(family, options, tied):
     pytest.importorskip("hyper_parallel_fsdp")
