@@ -225,7 +225,11 @@ class TestNormalize(Few):
 
 class TestCDist(Few):
     op = torch.cdist
-    samples = (sample(MATRIX, tensor(3, 6)), sample(tensor(2, 5, 3), tensor(2, 2, 3), 1.0))
+    samples = (
+        sample(MATRIX, tensor(3, 6)),
+        sample(tensor(2, 5, 3), tensor(2, 2, 3), 1.0),
+        sample(MATRIX, tensor(3, 6), 0.0),
+    )
 
 
 class TestBatchNorm(Few):
@@ -379,6 +383,13 @@ class TestGradient(Few):
     )
 
 
+@pytest.mark.ranks(4)
+def test_gradient_refuses_other_orders_at_the_ends():
+    x = make(torch.ones(5, 6), mesh_of((4,)), [Shard(0)])
+    with pytest.raises(RuntimeError, match="edge_order=2, not 3"):
+        torch.gradient(x, edge_order=3)
+
+
 class TestCombinations(Few):
     op = torch.combinations
     samples = (sample(VECTOR), sample(VECTOR, 3, True), sample(tensor(2), 3))
@@ -399,7 +410,7 @@ class TestNarrowCopy(Few):
 
 class TestPDist(Few):
     op = torch.pdist
-    samples = (sample(MATRIX), sample(MATRIX, 1.0), sample(tensor(3, 2), float("inf")))
+    samples = (sample(MATRIX), sample(MATRIX, 1.0), sample(MATRIX, 0.0), sample(tensor(3, 2), float("inf")))
 
 
 def steps(x, h, w_ih, w_hh, b):

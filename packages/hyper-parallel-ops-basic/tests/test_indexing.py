@@ -63,6 +63,20 @@ class TestGetItem(Quick):
     )
 
 
+@pytest.mark.ranks(4)
+def test_an_array_of_several_dims_is_one_index():
+    """And no tuple of its rows, as a list of lists is."""
+    numpy = pytest.importorskip("numpy")
+    value, places = torch.arange(12.0).reshape(4, 3), numpy.array([[0, 3], [2, 1]])
+    for placement in (Shard(0), Shard(1)):
+        x = distribute_tensor(value.clone(), mesh_of((4,)), [placement])
+        torch.testing.assert_close(x[places].full_tensor(), value[places])
+        x[places[:1]] = 7.0
+        want = value.clone()
+        want[places[:1]] = 7.0
+        torch.testing.assert_close(x.full_tensor(), want)
+
+
 class TestNarrow(Quick):
     op = torch.narrow
     samples = (sample(tensor(8, 3), 0, 2, 4), sample(MATRIX, -1, 1, 2), sample(MATRIX, 0, torch.tensor(1), 3))

@@ -123,6 +123,19 @@ class TestCopiesOfViews(Few):
     samples = (sample(MATRIX),)
 
 
+@pytest.mark.ranks(4)
+def test_copies_of_views_are_written_to_out():
+    value = torch.arange(24.0).reshape(4, 6)
+    x = make(value, mesh_of((4,)), [Shard(1)])
+    out = [torch.zeros_like(x[:2]) for _ in range(2)]
+    torch.split_copy(x, 2, out=out)
+    for piece, want in zip(out, value.split(2), strict=True):
+        torch.testing.assert_close(piece.full_tensor(), want)
+    row = torch.zeros_like(x[0])
+    assert torch.select_copy(x, 0, 3, out=row) is row
+    torch.testing.assert_close(row.full_tensor(), value[3])
+
+
 class TestConvolution(Few):
     op = torch.convolution
     samples = (

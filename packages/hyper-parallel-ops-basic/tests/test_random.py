@@ -122,6 +122,16 @@ def test_as_on_one_device(ranks, name):
 
 
 @pytest.mark.ranks(4)
+def test_parameters_may_be_written_to_before_the_backward():
+    x = make(torch.ones(5, 6), mesh_of((4,)), [Shard(0)], requires_grad=True)
+    mean = x * 2
+    drawn = torch.normal(mean, 1.0)
+    mean.detach().zero_()
+    drawn.sum().backward()
+    assert not x.grad.full_tensor().any()
+
+
+@pytest.mark.ranks(4)
 def test_slopes_of_rrelu_are_the_same_for_any_layout():
     """Not those of one device, whose kernels draw for negative elements only."""
     value = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -24,5 +24,6 @@ class TestSegmentReduce(Few):
     samples = (
         sample(tensor(5, 6), "sum", lengths=torch.tensor([2, 0, 3])),
         sample(tensor(5, 3, 2), "mean", lengths=torch.tensor([[1, 2]] * 5), axis=1),
+        sample(tensor(5, 3), "sum", lengths=torch.tensor([[1, 2]] * 5), axis=-1),
         sample(tensor(5, 6), "max", offsets=torch.tensor([0, 2, 5])),
     )

@@ -67,7 +67,8 @@ def _trapezoids(y: Tensor, x: Tensor | None, dx: float, dim: int) -> Tensor:
 
 
 def gradient(input: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> tuple[Tensor, ...]:
-    spacing = 1 if spacing is None else spacing
+    if edge_order not in (1, 2):
+        raise RuntimeError(f"torch.gradient only supports edge_order=1 and edge_order=2, not {edge_order}")
     dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     spacing = 1 if spacing is None else spacing
     several = isinstance(spacing, (tuple, list))

@@ -157,7 +157,7 @@ def parts_of(index: Any) -> tuple[Any, ...]:
     """The parts of an index. A short list that holds more than numbers counts as a tuple, as in PyTorch."""
     if isinstance(index, tuple):
         return index
-    is_many = _is_table(index) and len(index) < 32 and any(_is_part(part) for part in index)
+    is_many = isinstance(index, list) and len(index) < 32 and any(_is_part(part) for part in index)
     return tuple(index) if is_many else (index,)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.call import Signature
+from hyper_parallel.dispatcher import into_out
 from hyper_parallel.op import FunctionOp, OpSummary
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -51,9 +52,9 @@ class CopyOfView(FunctionOp):
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        kwargs = dict(kwargs)
-        out = kwargs.pop("out", None)
+        if "out" in kwargs:
+            return into_out(func, args, kwargs)
         view = getattr(torch.Tensor, func.__name__.removesuffix("_copy"))(*args, **kwargs)
         if isinstance(view, (tuple, list)):
             return tuple(part.clone(memory_format=torch.contiguous_format) for part in view)
-        return view.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(view)
+        return view.clone(memory_format=torch.contiguous_format)

@@ -61,12 +61,12 @@ class _Drawn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*parameters)
+        ctx.shapes = [p.shape for p in parameters]  # and not the parameters, which may be written to afterwards
         return drawn.view_as(drawn)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, *map(torch.zeros_like, ctx.saved_tensors)
+        return None, *map(gradient.new_zeros, ctx.shapes)
 
 
 def drawn_from(drawn: Any, *parameters: Any) -> DTensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
@@ -25,14 +25,18 @@ class SegmentReduce(StrategyOp):
 
     signature = "data, reduce, *, lengths=None, indices=None, offsets=None, axis=0, unsafe=False, initial=None"
 
+    @staticmethod
+    def _axis(call: Call) -> int:
+        return normal_dim(call.arg("axis", 0), len(call.spec("data").shape))
+
     def output_shapes(self, call: Call) -> list[tuple[int, ...]]:
-        shape, axis = list(call.spec("data").shape), int(call.arg("axis", 0))
+        shape, axis = list(call.spec("data").shape), self._axis(call)
         named = "lengths" if call.index("lengths") is not None else "offsets"
         shape[axis] = call.spec(named).shape[axis] - (named == "offsets")
         return [tuple(shape)]
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        axis = int(call.arg("axis", 0))
+        axis = self._axis(call)
         for d in range(len(call.spec("data").shape)):
             if d < axis:
                 yield Strategy({"data": S(d), "lengths": S(d), "offsets": S(d)}, S(d))
@@ -42,7 +46,7 @@ class SegmentReduce(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        func, axis, (shape,) = call.func, int(call.arg("axis", 0)), self.output_shapes(call)
+        func, axis, (shape,) = call.func, self._axis(call), self.output_shapes(call)
 
         def local(data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             before, after = data.shape[:axis], data.shape[axis + 1 :]

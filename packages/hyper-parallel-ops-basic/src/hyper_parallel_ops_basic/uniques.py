@@ -164,7 +164,7 @@ class CDist(StrategyOp):
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = arguments.bind(args, kwargs)
             mine = torch.cdist(given["x1"], given["x2"], p)
-            return torch.linalg.vector_norm(over.gather(mine), p, 0)
+            return _joined(over.gather(mine), p)
 
         return local
 
@@ -191,4 +191,10 @@ class PDist(StrategyOp):
         if not over:
             return None
         func, p = call.func, float(call.arg("p", 2.0))
-        return lambda x, *args, **kwargs: torch.linalg.vector_norm(over.gather(func(x, p)), p, 0)
+        return lambda x, *args, **kwargs: _joined(over.gather(func(x, p)), p)
+
+
+def _joined(distances: torch.Tensor, p: float) -> torch.Tensor:
+    """The distances by all features from those by each rank's, which lie along the first dim."""
+    # With p = 0 a distance is the number of features that differ.
+    return distances.sum(0) if p == 0 else torch.linalg.vector_norm(distances, p, 0)
