@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +30,11 @@ class Model(nn.Module):
         return self.out(self.table(ids))
 
 
+@dataclass
+class Packed:
+    lengths: torch.Tensor
+
+
 def parallel():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return parallelize_module(Model(), mesh, {"out": ColwiseParallel()}), mesh
@@ -46,6 +53,8 @@ def test_other_values_shapes_or_dtypes_raise_on_every_rank():
             model(mine)
     with pytest.raises(ValueError, match=r"more\['mask'\]\[1\] float32\[\] with checksum"):
         model(IDS, more={"mask": [IDS, torch.tensor(float(rank))]})
+    with pytest.raises(ValueError, match=r"extra float32\[1\] with checksum"):
+        model(IDS, extra=Packed(torch.ones(1) * rank))
     with pytest.raises(ValueError, match="extra bool"):
         model(IDS, extra=torch.tensor([True, bool(rank)]))
 

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.local_pieces import check_same
 from hyper_parallel.mesh import DeviceMesh, MeshInfo, mesh_info
+from hyper_parallel.structures import tensors_of
 
 __all__ = ["require_same_inputs"]
 
@@ -43,8 +44,9 @@ def _compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i
     named, _ = pytree.tree_flatten_with_path({**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs})
     facts = [
         f"{_name(path)} {str(value.dtype).removeprefix('torch.')}{list(value.shape)} with checksum {_checksum(value)}"
-        for path, value in named
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        for path, leaf in named
+        for value in tensors_of(leaf)  # several in a dataclass
+        if not isinstance(value, DTensor)
     ]
     try:
         check_same(info, f"the batch of {type(module).__name__}", ", ".join(facts) or "no plain tensor")
