@@ -110,3 +110,19 @@ def test_late_adapters_where_they_cannot_work_are_named(layer):
         adapted(input_ids=ids, labels=ids)
     with pytest.raises(ValueError, match="exactly one of input_ids"):  # what has another cause stays as it is
         adapted()
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_runs_out_in_late_adapters_is_no_fault_of_theirs():
+    model = language_model("Llama")
+    parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), llama3_plan())
+    with implicit_replication():
+        adapted = with_adapters(model, ["q_proj"])
+
+    def run_out(module, inputs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    adapters = [m for name, m in adapted.named_modules() if name.endswith("q_proj.lora_A.default")]
+    adapters[0].register_forward_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        adapted(input_ids=torch.zeros(1, 4, dtype=torch.int64))

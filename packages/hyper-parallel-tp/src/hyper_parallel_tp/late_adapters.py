@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel import DTensor
@@ -30,6 +32,8 @@ def explain_late_adapters(module: nn.Module) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(self, *args, **kwargs)
+        except (torch.OutOfMemoryError, dist.DistError):  # whoever asks for memory or talks to the others may get them
+            raise
         except (RedistributionError, RuntimeError) as error:
             name = _raised_in(self, error)
             if name is None:
