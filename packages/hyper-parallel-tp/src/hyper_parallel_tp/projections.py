@@ -15,7 +15,7 @@ from hyper_parallel.boxes import local_shape
 from hyper_parallel.dtensor import wrap
 from hyper_parallel.forwards import set_forward
 from hyper_parallel.layout import as_layout
-from hyper_parallel.placements import is_partial
+from hyper_parallel.placements import is_partial, is_replicate
 from hyper_parallel.redistribute import Move, move_of, moved
 from hyper_parallel.spec import NOT_VARYING, Spec, contiguous_stride, make_spec
 from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
@@ -118,12 +118,13 @@ class _ProjectionStyle(ParallelStyle):
                     "piece counted as the whole: use_local_output=False of the style that made it keeps it a DTensor"
                 )
             return
-        features, given = value.shape[-1], as_layout(mesh, [self.input_layouts], value.ndim)
-        whole = (*value.shape[:-1], layer.in_features)
-        if features == layer.in_features != local_shape(given, whole, given.info.my_coordinate())[-1]:
+        if is_replicate(self.input_layouts) or value.shape[-1] != layer.in_features:
+            return
+        given = as_layout(mesh, [self.input_layouts], value.ndim)
+        if local_shape(given, tuple(value.shape), given.info.my_coordinate())[-1] != layer.in_features:
             raise ValueError(
-                f"{type(self).__name__}: {type(layer).__name__} got a plain input with all {features} features, and "
-                f"input_layouts={self.input_layouts!r} says that it is this rank's piece of them; say "
+                f"{type(self).__name__}: {type(layer).__name__} got a plain input with all {layer.in_features} "
+                f"features, and input_layouts={self.input_layouts!r} says that it is this rank's piece of them; say "
                 f"{type(self).__name__}(input_layouts=Replicate()) for a whole input"
             )
 
