@@ -72,8 +72,9 @@ def redistribute_policy(policy: Policy) -> AbstractContextManager[None]:
             other mismatch; ``"auto"`` redistributes, cheapest first; ``"strict"`` raises always. Steps that need no
             communication (Replicate to Shard or Partial) are taken in all three.
 
-    A forward that activation checkpointing runs again in the backward does so under the policy in force there: keep
-    ``backward()`` inside the block as well.
+    It holds in the thread that enters it. The backward on accelerators has threads of its own, so a block around
+    ``backward()`` does not reach the forward that activation checkpointing runs again there: put the block inside of
+    the function that is checkpointed.
 
     Raises:
         ValueError: for any other word.
