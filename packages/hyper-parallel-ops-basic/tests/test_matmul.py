@@ -71,6 +71,7 @@ class TestAddmv(Products):
         sample(tensor(5), tensor(5, 6), tensor(6)),
         sample(tensor(1), tensor(3, 6), tensor(6)),
         sample(tensor(), tensor(3, 6), tensor(6)),
+        sample(tensor(1), mat=tensor(3, 6), vec=tensor(6)),
     )
 
 

@@ -134,14 +134,16 @@ class AddMatMul(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        (size, *_), rows, vector = call.inputs[0].shape or (0,), call.inputs[1].shape[-2], call.inputs[2].shape
-        if len(vector) != 1 or size == rows:
+        added, matrix, _ = (spec.shape for spec in call.inputs)
+        if self.op_name != "addmv" or len(matrix) != 2 or added == matrix[:1]:
             return None
         func = call.func
 
-        def add_one_to_each_row(input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
+        def add_one_to_each_row(
+            input: torch.Tensor, mat: torch.Tensor, vec: torch.Tensor, **factors: Any
+        ) -> torch.Tensor:
             # For no rows at all addmv gives back the one element.
-            return func(input.expand(len(a)), a, b, **factors)
+            return func(input.expand(len(mat)), mat, vec, **factors)
 
         return add_one_to_each_row
 
