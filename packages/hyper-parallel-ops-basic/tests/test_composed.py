@@ -165,7 +165,11 @@ class TestColumnStack(Few):
 
 class TestMeshgrid(Few):
     op = torch.meshgrid
-    samples = (sample(VECTOR, tensor(3), indexing="ij"), sample(VECTOR, tensor(3), indexing="xy"))
+    samples = (
+        sample(VECTOR, tensor(3), indexing="ij"),
+        sample(VECTOR, tensor(3), indexing="xy"),
+        sample([VECTOR, tensor(3)], indexing="ij"),
+    )
 
 
 class TestCartesianProd(Few):

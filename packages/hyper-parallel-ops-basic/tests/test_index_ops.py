@@ -54,7 +54,7 @@ class TestIndexCopy(Quick):
 class TestIndexFill(Quick):
     op = torch.index_fill
     inplace = "index_fill_"
-    samples = (sample(MATRIX, 1, IDS, 2.0),)
+    samples = (sample(MATRIX, 1, IDS, 2.0), sample(MATRIX, 0, torch.tensor([-1, 2, -5]), 2.0))
 
 
 class TestIndexReduce(Quick):

@@ -616,6 +616,7 @@ PACK_OF_OP: dict[str, str] = {
     "torch._C._nn.silu_": "hyper-parallel-ops-basic",
     "torch._C._nn.smooth_l1_loss": "hyper-parallel-ops-basic",
     "torch._C._nn.soft_margin_loss": "hyper-parallel-ops-basic",
+    "torch._VF.meshgrid": "hyper-parallel-ops-basic",
     "torch.affine_grid_generator": "hyper-parallel-ops-basic",
     "torch.batch_norm": "hyper-parallel-ops-basic",
     "torch.binary_cross_entropy_with_logits": "hyper-parallel-ops-basic",

@@ -67,6 +67,11 @@ class _Write(StrategyOp):
         """Whether this call adds to the target."""
         return self.adds
 
+    @staticmethod
+    def places(index: torch.Tensor, size: int) -> torch.Tensor:
+        """The index, counted from the front."""
+        return index
+
     def sources(self, call: Call) -> list[str]:
         """The argument with the sources, where it is a tensor."""
         return [self.source] if self.source is not None and call.index(self.source) is not None else []
@@ -112,11 +117,11 @@ class _Write(StrategyOp):
         held = HeldIndices(targets[0], shape, dim)
         exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
         func = getattr(torch, call.name.rstrip("_"))
-        inplace, arguments = call.inplace, self.arguments
+        inplace, arguments, places = call.inplace, self.arguments, self.places
 
         def write(*args: Any, **kwargs: Any) -> torch.Tensor:
             bound = arguments.bind(args, kwargs)
-            x, index = bound.pop("input"), bound.pop("index")
+            x, index = bound.pop("input"), places(bound.pop("index"), shape[dim])
             if "src" in bound and not isinstance(bound["src"], torch.Tensor):
                 bound["value"] = bound.pop("src")
             if exchange:
@@ -175,6 +180,10 @@ class IndexFill(IndexWrite):
 
     def source_dim(self, call: Call) -> int | None:
         return 0 if call.spec("index").shape else None
+
+    @staticmethod
+    def places(index: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.where(index < 0, index + size, index)  # of its kind only this one takes places from the end
 
 
 class Scatter(_Write):
