@@ -19,6 +19,7 @@ class TestMatmul(Products):
         sample(tensor(5, 6), tensor(6)),
         sample(tensor(6), tensor(2, 6, 3)),
         sample(tensor(2, 1, 5, 6), tensor(3, 6, 2)),
+        sample(other=tensor(4, 4), input=tensor(4, 4)),
     )
 
 
@@ -62,7 +63,10 @@ class TestBaddbmm(Products):
 
 class TestAddbmm(Products):
     op = torch.addbmm
-    samples = (sample(tensor(2, 4), tensor(3, 2, 5), tensor(3, 5, 4)),)
+    samples = (
+        sample(tensor(2, 4), tensor(3, 2, 5), tensor(3, 5, 4)),
+        sample(batch2=tensor(3, 5, 4), batch1=tensor(3, 2, 5), input=tensor(2, 4)),
+    )
 
 
 class TestAddmv(Products):
@@ -72,6 +76,7 @@ class TestAddmv(Products):
         sample(tensor(1), tensor(3, 6), tensor(6)),
         sample(tensor(), tensor(3, 6), tensor(6)),
         sample(tensor(1), mat=tensor(3, 6), vec=tensor(6)),
+        sample(vec=tensor(6), input=tensor(1), mat=tensor(3, 6)),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, Ref
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
@@ -84,6 +84,23 @@ def matmul_labels(a: int, b: int) -> tuple[str, str, str]:
     return names[widest - (a - 2) :] + "mk", names[widest - (b - 2) :] + "kn", names + "mn"
 
 
+# Where the operands that may be named stand.
+_PLACES = {"input": 0, "mat": 1, "mat1": 1, "batch1": 1, "other": 2, "tensor": 2, "mat2": 2, "batch2": 2, "vec": 2}
+
+
+def _places(call: Call) -> list[int]:
+    """Positions among the inputs of the operands in the function's order, as named ones may come in any."""
+    names = {value.index: name for name, value in call.kwargs.items() if isinstance(value, Ref)}
+    return sorted(range(len(call.inputs)), key=lambda i: _PLACES.get(names.get(i, ""), i))
+
+
+def _placed(strategies: Iterable[Strategy], places: Sequence[int]) -> Iterable[Strategy]:
+    """Strategies for operands in the function's order as strategies for inputs at these positions."""
+    for strategy in strategies:
+        at = dict(zip(places, strategy.inputs, strict=True))
+        yield Strategy([at[i] for i in range(len(places))], strategy.outputs)
+
+
 class MatMul(StrategyOp):
     """``matmul``, ``mm``, ``bmm``, ``mv``, ``dot`` and ``@``."""
 
@@ -95,12 +112,13 @@ class MatMul(StrategyOp):
     scalars_matter = False
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        a, b = call.inputs[0].shape, call.inputs[1].shape
+        places = _places(call)
+        a, b = (call.inputs[place].shape for place in places)
         left, right, out = matmul_labels(len(a), len(b))
-        return contraction_strategies([a, b], [left, right], out)
+        return _placed(contraction_strategies([a, b], [left, right], out), places)
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
-        a, b = call.inputs[0].shape, call.inputs[1].shape
+        a, b = (call.inputs[place].shape for place in _places(call))
         left, right, out = matmul_labels(len(a), len(b))
         return _one(contraction_shape([a, b], [left, right], out))
 
@@ -125,17 +143,19 @@ class AddMatMul(StrategyOp):
         self.batch_sum = batch_sum
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        added, a, b = (spec.shape for spec in call.inputs)
+        places = _places(call)
+        added, a, b = (call.inputs[place].shape for place in places)
         left, right, out = matmul_labels(len(a), len(b))
         if self.batch_sum:
             out = out[1:]
-        return contraction_strategies([a, b], [left, right], out, (added, out[len(out) - len(added) :]))
+        strategies = contraction_strategies([a, b], [left, right], out, (added, out[len(out) - len(added) :]))
+        return _placed(strategies, places)
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        added, matrix, _ = (spec.shape for spec in call.inputs)
-        if self.op_name != "addmv" or len(matrix) != 2 or added == matrix[:1]:
+        added, matrix, _ = (call.inputs[place].shape for place in _places(call))
+        if self.op_name != "addmv" or added == matrix[:1]:
             return None
         func = call.func
 
