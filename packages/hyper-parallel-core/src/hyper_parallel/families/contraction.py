@@ -97,7 +97,7 @@ def _places(call: Call) -> list[int]:
 def _placed(strategies: Iterable[Strategy], places: Sequence[int]) -> Iterable[Strategy]:
     """Strategies for operands in the function's order as strategies for inputs at these positions."""
     for strategy in strategies:
-        at = dict(zip(places, strategy.inputs, strict=True))
+        at: dict[int, Any] = dict(zip(places, strategy.inputs, strict=True))
         yield Strategy([at[i] for i in range(len(places))], strategy.outputs)
 
 
