@@ -245,9 +245,8 @@ def _joint(call: Call, chosen: Sequence[Row], count: int) -> tuple[list[Layout],
             want = row.inputs[operand] if operand >= 0 else row.outputs[-1 - operand]
             if is_shard(want):
                 packed = _like_anchor(call, row, axis, want)
-                # Operands joined along a dim have other sizes there and so no such sections; nor has the result.
-                slots = [(operand, want.dim)] if operand >= 0 else _sharded(row)
-                want = packed if all(_has_sections(packed, sizes[i][dim]) for i, dim in slots) else want
+                # Where one operand has another size and so no such sections, neither have the others and the result.
+                want = packed if all(_has_sections(packed, sizes[i][dim]) for i, dim in _sharded(row)) else want
             placements.append(want)
         order = []
         for dim in range(ndim):
