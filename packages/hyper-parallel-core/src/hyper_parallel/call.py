@@ -60,6 +60,18 @@ class Signature:
             bound[name] = value
         return bound
 
+    def in_order(self, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The keyword arguments in the operator's order; None where its tensors are in it.
+
+        Rules know tensors by their position, which is the order written.
+        """
+        given = [name for name, value in kwargs.items() if isinstance(value, (torch.Tensor, list, tuple))]
+        if len(given) < 2:
+            return None
+        place = {name: at for at, name in enumerate(self.parameters)}
+        ordered = sorted(given, key=lambda name: place.get(name, len(place)))
+        return None if ordered == given else {name: kwargs[name] for name in (*ordered, *kwargs)}
+
 
 class Call:
     """What a rule may look at: global shapes, dtypes, placements, and arguments. Never local shapes: they differ by

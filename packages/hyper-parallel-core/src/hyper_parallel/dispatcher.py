@@ -103,6 +103,9 @@ def _call(
     lookup = tuple(key)
     plan = rule.cache.get(lookup)
     if plan is None or not plan.ready:
+        ordered = rule.op.arguments.in_order(kwargs) if plan is None and kwargs else None  # type: ignore[attr-defined]
+        if ordered is not None:
+            return _call(rule, mode, args, ordered, source, before, copied)
         writes = rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at)
         if before is None and not writes and (rule.use_reduced if plan is None else plan.pending):
             reduced = with_reduced_forms(args, kwargs or {})
