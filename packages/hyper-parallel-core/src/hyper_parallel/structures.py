@@ -34,23 +34,43 @@ def parts_of(value: Any) -> list[Any] | None:
     if isinstance(value, Mapping):  # also the ModelOutput of transformers, which is a dataclass too
         return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return [getattr(value, name) for name in _fields(value)]
     return None
 
 
+def _fields(value: Any) -> list[str]:
+    """Names of the fields of a dataclass that have a value."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
 def with_parts(like: Any, parts: Sequence[Any]) -> Any:
-    """A list, tuple, mapping or dataclass of the same kind with other values."""
+    """A list, tuple, mapping or dataclass of the same kind with other values.
+
+    Raises:
+        TypeError: for a mapping that cannot be copied and written to.
+    """
     if isinstance(like, (list, tuple)):
         return rebuilt(like, parts)
     if type(like) is dict:
         return dict(zip(like, parts, strict=True))
-    copied = copy.copy(like)
     if isinstance(like, Mapping):
-        for key, part in zip(like, parts, strict=True):
-            copied[key] = part
-        return copied
-    for field, part in zip(dataclasses.fields(like), parts, strict=True):
-        object.__setattr__(copied, field.name, part)  # it may be frozen
+        return _with_values(like, parts)
+    copied = copy.copy(like)
+    for name, part in zip(_fields(like), parts, strict=True):
+        object.__setattr__(copied, name, part)  # it may be frozen
+    return copied
+
+
+def _with_values(like: Mapping[Any, Any], values: Sequence[Any]) -> Any:
+    try:
+        copied: Any = copy.copy(like)
+        for key, value in zip(like, values, strict=True):
+            copied[key] = value
+    except TypeError as error:
+        raise TypeError(
+            f"tensors in a {type(like).__name__} are to be laid out anew, and it cannot be copied and written to "
+            f"({error}); a module should take and return a dict instead"
+        ) from error
     return copied
 
 
