@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is run of each function. ``fits`` is a pattern of the cases' titles."""
+    """What is run of each function. ``only`` is a pattern of the cases' titles."""
 
     samples: int
     policies: tuple[str, ...]

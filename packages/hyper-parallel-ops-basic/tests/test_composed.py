@@ -392,6 +392,8 @@ def test_gradient_refuses_other_orders_at_the_ends():
     x = make(torch.ones(5, 6), mesh_of((4,)), [Shard(0)])
     with pytest.raises(RuntimeError, match="edge_order=2, not 3"):
         torch.gradient(x, edge_order=3)
+    with pytest.raises(RuntimeError, match=r"at least edge_order\+1"):
+        torch.gradient(x[:2], edge_order=2)
 
 
 class TestCombinations(Few):

@@ -70,6 +70,11 @@ def gradient(input: Tensor, *, spacing: Any = None, dim: Any = None, edge_order:
     if edge_order not in (1, 2):
         raise RuntimeError(f"torch.gradient only supports edge_order=1 and edge_order=2, not {edge_order}")
     dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if any(input.shape[d] <= edge_order for d in dims):
+        raise RuntimeError(
+            f"torch.gradient expected each dimension size to be at least edge_order+1, got {tuple(input.shape)} with "
+            f"edge_order={edge_order}"
+        )
     spacing = 1 if spacing is None else spacing
     several = isinstance(spacing, (tuple, list))
     return tuple(

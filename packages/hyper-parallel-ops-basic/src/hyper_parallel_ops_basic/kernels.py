@@ -7,6 +7,7 @@ gradient.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,14 +112,8 @@ def alias(input: Tensor) -> Tensor:
 
 
 def index(input: Tensor, indices: Sequence[Any]) -> Tensor:
-    return input[tuple(_all if i is None else i for i in indices)]
-
-
-_all = slice(None)
+    return input[tuple(builtins.slice(None) if i is None else i for i in indices)]
 
 
 def slice(input: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    return input[(_all,) * (dim % input.ndim) + (_part(start, end, step),)]
-
-
-_part = type(_all)
+    return input[(builtins.slice(None),) * (dim % input.ndim) + (builtins.slice(start, end, step),)]

@@ -72,7 +72,8 @@ def istft(
     wave = _overlapped(frames * window, total, hop)[..., start:end]
     weight = _overlapped((window * window).expand(1, count, n_fft), total, hop)[..., start:end]
     if not bool((weight.abs() > 1e-11).all()):
-        raise RuntimeError("istft: the windows leave samples that no frame covers (window overlap add min: 1)")
+        least = weight.abs().min().item()
+        raise RuntimeError(f"istft: the windows leave samples that no frame covers (window overlap add min: {least:g})")
     wave = F.pad(wave / weight, (0, max(end - total, 0)))
     return wave.reshape(*input.shape[:-2], -1)
 

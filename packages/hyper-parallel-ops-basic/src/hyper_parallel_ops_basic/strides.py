@@ -58,7 +58,10 @@ class AsStrided(StrategyOp):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if x.numel() and any(n > 1 and a != b for n, a, b in zip(x.shape, x.stride(), own, strict=True)):
-                raise ValueError(f"{name}: this rank's piece has strides {x.stride()}, not {own}: call contiguous()")
+                raise ValueError(
+                    f"{name}: this rank's piece lies in memory with strides {x.stride()}, and the view is cut from a "
+                    f"tensor with strides {own}; call contiguous() on the tensor first"
+                )
             return x.as_strided(size, stride)
 
         return local
