@@ -38,7 +38,7 @@ CASES = {
     "slice_scatter": (partial(torch.slice_scatter, start=1), lambda: {"input": rand(4, 4), "src": rand(3, 4)}),
     "embedding": (F.embedding, lambda: {"input": ints(4, 4), "weight": rand(4, 4)}),
     "nll_loss": (F.nll_loss, lambda: {"input": rand(4, 4), "target": ints(4)}),
-    "conv1d": (F.conv1d, lambda: {"input": rand(4, 4, 8), "weight": rand(4, 4, 3), "bias": rand(4)}),
+    "conv2d": (F.conv2d, lambda: {"input": rand(4, 4, 5, 5), "weight": rand(4, 4, 3, 3), "bias": rand(4)}),
     "group_norm": (partial(F.group_norm, num_groups=2), lambda: {"input": rand(4, 4), "weight": rand(4)}),
     "addcmul": (torch.addcmul, lambda: {"input": rand(4, 4), "tensor1": rand(4), "tensor2": rand(4, 1)}),
     "addmm": (torch.addmm, lambda: {"input": rand(4), "mat1": rand(4, 4), "mat2": rand(4, 4)}),
