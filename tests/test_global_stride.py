@@ -109,6 +109,19 @@ def test_stride_of_from_local_can_be_given():
     assert DTensor.from_local(local, mesh2(), [Shard(0)], shape=(4, 3), stride=(1, 4)).stride() == (1, 4)
 
 
+@pytest.mark.ranks(2)
+def test_casts_of_pending_sums_to_another_memory_order():
+    value = torch.arange(24.0).view(1, 2, 3, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    for pending in (Partial(), Partial("max")):
+        x = DTensor.from_local(value, mesh, [pending])
+        for name in ("double", "int", "bool"):
+            found = getattr(x, name)(memory_format=torch.channels_last)
+            want = getattr(x.full_tensor(), name)(memory_format=torch.channels_last)
+            torch.testing.assert_close(found.full_tensor(), want)
+            assert found.stride() == want.stride()
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_casts_to_another_memory_order_copy_on_all_ranks(rows):

@@ -19,8 +19,8 @@ def one_axis(tensors: Sequence[torch.Tensor]) -> Iterator[Placements]:
     for place, tensor in enumerate(tensors):
         for dim in range(tensor.ndim):
             yield _alone(tensors, place, (Shard(dim),))
-        # Labels are compared exactly, which no sum of random terms stands up to.
-        if tensor.is_floating_point() and not torch.equal(tensor, tensor.round()):
+        # Labels and zeros are compared exactly, which no sum of random terms stands up to.
+        if tensor.is_floating_point() and not (tensor == tensor.round()).any():
             yield _alone(tensors, place, (Partial(),))
     for dim in range(most if len(tensors) > 1 else 0):
         together = tuple((Shard(dim),) if dim < t.ndim else (Replicate(),) for t in tensors)

@@ -27,7 +27,7 @@ VERDICTS = ("right", "refused", "no rule", "wrong", "raw error", "hang")
 """From best to worst."""
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-9}
 _TOLERANCES = dict.fromkeys((torch.float64, torch.complex128), TOLERANCE)
-_TOLERANCES |= {low: {"rtol": 2e-2, "atol": 1e-2} for low in (torch.bfloat16, torch.float16)}
+_TOLERANCES |= {low: {"rtol": 2e-2, "atol": 1e-2} for low in (torch.bfloat16, torch.float16, torch.complex32)}
 _SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 
 

@@ -100,6 +100,7 @@ class TestPut(Few):
     samples = (
         sample(MATRIX, torch.tensor([0, 7, -1]), tensor(3)),
         sample(MATRIX, torch.tensor([4, 4, 9]), tensor(3), accumulate=True),
+        sample(tensor(), torch.tensor([0]), tensor(1), accumulate=True),
     )
 
 
@@ -245,6 +246,13 @@ class TestBatchNorm(Few):
     )
 
 
+@pytest.mark.ranks(4)
+def test_batch_norm_of_one_dim_is_refused_as_in_pytorch():
+    with pytest.raises(RuntimeError, match=r"takes an input of \[batch, channels, \.\.\.\], got \(4,\)"):
+        F.batch_norm(make(torch.ones(4), mesh_of((4,)), [Shard(0)]), None, None, training=True)
+    assert F.batch_norm(make(torch.ones(0), mesh_of((4,)), [Shard(0)]), None, None, training=True).shape == (0,)
+
+
 class TestInstanceNorm(Few):
     op = F.instance_norm
     samples = (sample(IMAGES, weight=tensor(8), bias=tensor(8)),)
@@ -275,7 +283,11 @@ class TestTripletMargin(Few):
 
 class TestMultiMargin(Few):
     op = F.multi_margin_loss
-    samples = (sample(MATRIX, tensor(5, dtype=torch.int64)), sample(MATRIX, tensor(5, dtype=torch.int64), 2, 0.5))
+    samples = (
+        sample(MATRIX, tensor(5, dtype=torch.int64)),
+        sample(MATRIX, tensor(5, dtype=torch.int64), 2, 0.5),
+        sample(tensor(), torch.tensor(0)),
+    )
 
 
 class TestGaussianNLL(Few):
@@ -315,7 +327,10 @@ class TestMsort(Few):
 
 class TestMultilabelMargin(Few):
     op = F.multilabel_margin_loss
-    samples = (sample(tensor(3, 4), torch.tensor([[3, 0, -1, 1], [0, 1, 2, 3], [-1, 0, 0, 0]])),)
+    samples = (
+        sample(tensor(3, 4), torch.tensor([[3, 0, -1, 1], [0, 1, 2, 3], [-1, 0, 0, 0]])),
+        sample(tensor(), torch.tensor(0)),
+    )
 
 
 class TestCTC(Few):

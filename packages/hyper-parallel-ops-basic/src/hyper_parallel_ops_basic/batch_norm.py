@@ -27,6 +27,10 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``[batch, channels, ...]`` normalised per channel."""
+    if input.ndim < 2:
+        if input.numel():
+            raise RuntimeError(f"batch_norm takes an input of [batch, channels, ...], got {tuple(input.shape)}")
+        return input.clone()
     dims = [d for d in range(input.ndim) if d != 1]
     if not training:
         assert running_mean is not None, "batch_norm in evaluation mode needs running statistics"

@@ -33,7 +33,8 @@ class Cast(FunctionOp):
             func = torch.Tensor.to
         spec = tensor.spec
         if spec.layout.is_partial():
-            dtype = func(torch.empty(0, dtype=spec.dtype), *args, **kwargs).dtype
+            unordered = {name: value for name, value in kwargs.items() if name != "memory_format"}
+            dtype = func(torch.empty(0, dtype=spec.dtype), *args, **unordered).dtype
             if not _is_linear(spec.dtype, dtype):
                 if state.mode.policy == "strict":
                     raise RedistributionError(

@@ -71,6 +71,8 @@ def multi_margin_loss(
     *old: Any,
     **options: Any,
 ) -> Tensor:
+    if not input.ndim:  # of one class
+        input = input.unsqueeze(0)
     index = target.unsqueeze(-1)
     terms = (margin - input.gather(-1, index) + input).clamp_min(0)
     terms = terms if p == 1 else terms * terms
@@ -81,6 +83,8 @@ def multi_margin_loss(
 
 
 def multilabel_margin_loss(input: Tensor, target: Tensor, *old: Any, **options: Any) -> Tensor:
+    if not input.ndim:  # of one class
+        input, target = input.unsqueeze(0), target.reshape(1)
     listed = (target >= 0).to(torch.int8).cumprod(-1).bool()  # up to the first number that is no class
     classes = target.masked_fill(~listed, 0)
     wanted = torch.zeros_like(input).scatter_add(-1, classes, listed.to(input.dtype)) > 0

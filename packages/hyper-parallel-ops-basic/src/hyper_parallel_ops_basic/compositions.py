@@ -232,6 +232,8 @@ def take(input: Tensor, index: Tensor) -> Tensor:
 
 
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    if not input.ndim:
+        return put(input.reshape(1), index, source, accumulate).reshape(())
     return input.index_put(_by_dim(index, input.shape), source.reshape(index.shape), accumulate)
 
 
