@@ -245,7 +245,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def battery(session: nox.Session) -> None:
-    """Compare the operators with plain PyTorch on PyTorch's own samples, for half an hour; arguments after -- choose."""
+    """Compare the operators with plain PyTorch on PyTorch's own samples: half an hour; arguments after -- choose."""
     run(session, "python", "-m", "tools.operator_battery", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

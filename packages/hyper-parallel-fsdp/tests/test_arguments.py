@@ -1,5 +1,7 @@
 """What ``fully_shard`` reads from its mesh and refuses: roles of axes, groups of ranks, errors that say what to do."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -249,7 +251,7 @@ def test_optimizer_from_before_wrapping():
 def test_optimizer_from_before_an_assigned_state():
     net = fully_shard(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+    net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"'weight' was replaced by load_state_dict\(assign=True\) or another"):
         optimizer.step()
