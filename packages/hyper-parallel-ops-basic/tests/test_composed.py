@@ -376,6 +376,13 @@ class TestSTFT(Few):
     samples = (sample(tensor(3, 13), tensor(6)),)
 
 
+@pytest.mark.ranks(4)
+def test_stft_refuses_frames_aligned_to_the_window():
+    x = make(torch.ones(4, 13), mesh_of((4,)), [Shard(0)])
+    with pytest.raises(NotImplementedError, match="no rule for align_to_window: pad the input instead"):
+        torch.stft(x, 8, center=False, align_to_window=True, return_complex=True)
+
+
 def there_and_back(x, window):
     spectra = torch.stft(x, 8, 3, 6, window, return_complex=True)
     frames = torch.stft(
