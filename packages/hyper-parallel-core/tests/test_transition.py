@@ -348,3 +348,19 @@ def test_result_in_flight(before, after):
     out = tensor.redistribute(placements=after, async_op=True)
     out.backward(2 * value)
     torch.testing.assert_close(tensor.grad.full_tensor(), 2 * value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("placement", [Replicate(), Partial()], ids=["gather", "reduce_scatter"])
+def test_pieces_in_another_memory_order(dim, placement):
+    """Collectives send memory as it lies, and torch.cat keeps channels_last."""
+    value = torch.arange(2.0 * 4 * 6 * 8).view(2, 4, 6, 8)
+    mesh = mesh_of((2,))
+    source, target = ([Shard(dim)], [Replicate()]) if placement == Replicate() else ([Partial()], [Shard(dim)])
+    layouts = [Layout.from_placements(mesh, p, ndim=4) for p in (source, target)]
+    local = piece_of(value, layouts[0]) if placement == Replicate() else value
+    plan = plan_transition(*layouts, tuple(value.shape))
+    got = plan.run(local.contiguous(memory_format=torch.channels_last))
+    want = value if placement == Replicate() else 2 * piece_of(value, layouts[1])
+    torch.testing.assert_close(got, want)

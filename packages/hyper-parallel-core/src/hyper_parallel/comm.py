@@ -19,6 +19,9 @@ _REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
+# torch takes tensors in other memory orders too (channels_last), and then mixes up their elements.
+_AS_IT_LIES = "what is cut up or joined has to be contiguous: collectives send memory as it lies"
+
 
 def all_reduce(tensor: torch.Tensor, group: AxisGroup, op: str = "sum", async_op: bool = False) -> Any:
     """Reduce a contiguous tensor in place over a group."""
@@ -29,6 +32,7 @@ def all_reduce(tensor: torch.Tensor, group: AxisGroup, op: str = "sum", async_op
 
 def all_gather(out: torch.Tensor, tensor: torch.Tensor, group: AxisGroup, async_op: bool = False) -> Any:
     """Concatenate the groups' equal-sized tensors along dim 0 into ``out``, in group rank order."""
+    assert tensor.is_contiguous(), _AS_IT_LIES
     if comm_trace._active:
         comm_trace.record("all_gather", out, group)
     return dist.all_gather_single(out, tensor, group.group, async_op)
@@ -38,6 +42,7 @@ def reduce_scatter(
     out: torch.Tensor, tensor: torch.Tensor, group: AxisGroup, op: str = "sum", async_op: bool = False
 ) -> Any:
     """Reduce ``tensor`` and leave this rank's equal part of dim 0 in ``out``."""
+    assert tensor.is_contiguous(), _AS_IT_LIES
     if comm_trace._active:
         comm_trace.record("reduce_scatter", tensor, group)
     return dist.reduce_scatter_single(out, tensor, _REDUCE_OPS[op], group.group, async_op)

@@ -183,7 +183,8 @@ class ReduceScatter(Step):
     def _stacked(self, x: torch.Tensor) -> torch.Tensor:
         """The members' parts one after the other along dim 0, which is what the collective reads."""
         if self.even:
-            return x.contiguous() if self.dim == 0 else torch.cat(x.chunk(self.group.size, self.dim))
+            # cat keeps the memory order of its inputs when that is channels_last.
+            return (x if self.dim == 0 else torch.cat(x.chunk(self.group.size, self.dim))).contiguous()
         shape = list(x.shape)
         shape[self.dim] = self.widest
         stacked = x.new_zeros([self.group.size, *shape])
