@@ -73,14 +73,22 @@ class Registry:
     def find_entry(self, func: Function) -> OpEntry | None:
         """As :meth:`find`, but the registry's entry: who provides the op, and where."""
         with self._lock:
-            self._fill()
-            if self._functions is None:
-                self._functions = FunctionIndex(self._entries)
-            names = self._functions.names_of(func)
+            names = self._names_of(func)
             if names:
                 return self._choose(names, func)
             binding = function_names.aten_binding(func)
             return self.find_entry(binding) if binding is not None else None
+
+    def entries_of(self, func: Function) -> list[OpEntry]:
+        """The entries of every op name that means a function, rivals of a conflict included."""
+        with self._lock:
+            return [entry for name in sorted(self._names_of(func)) for entry in self.entries(name)]
+
+    def _names_of(self, func: Function) -> Mapping[str, int]:
+        self._fill()
+        if self._functions is None:
+            self._functions = FunctionIndex(self._entries)
+        return self._functions.names_of(func)
 
     def get(self, name: str) -> DistributedOp | None:
         """The op of this name, or None. ``add_`` is found as ``add`` when it has no entry of its own."""

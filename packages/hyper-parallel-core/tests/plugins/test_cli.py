@@ -237,6 +237,12 @@ def test_unknown_op_ends_with_one_and_the_near_misses(site):
     assert done.stderr.startswith("hyper-parallel: no op named 'acme_doubel' has a rule; similar: acme_double")
 
 
+@pytest.mark.parametrize("name", ["ldexp_", "torch.ldexp", "Tensor.ldexp_"])
+def test_an_op_is_found_by_the_name_of_a_function_that_it_serves(site, name):
+    site.install("acme", ops="ldexp: {distributed_op_class: Rows, distributed_op_module: hp_acme.rules}")
+    assert site.run("-m", "hyper_parallel", "ops", name).stdout.splitlines()[0] == "ldexp"
+
+
 def test_plugin_adds_a_command(site):
     site.install(
         "acme",

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from hyper_parallel.cli.reporting import print_json
 from hyper_parallel.cli.rule_descriptions import described_rules
 from hyper_parallel.errors import OpConflictError, PluginError
+from hyper_parallel.function_names import bare_functions, base_names, dotted_function, is_dotted
 from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.plugins import Command, default_manager
 from hyper_parallel.registry import Registry
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="an op name, for all about this op")
+    parser.add_argument("name", nargs="?", help="an op or a function, for all about its rule")
     parser.add_argument(
         "--import",
         dest="module",
@@ -32,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.module is not None:
         importlib.import_module(arguments.module)
     registry = Registry(default_manager())
-    entries = registry.entries(arguments.name)
+    entries = registry.entries() if arguments.name is None else _entries_of(arguments.name, registry)
     if arguments.name is not None and not entries:
         return _unknown(arguments.name, registry)
     if arguments.name is None:
@@ -49,6 +50,20 @@ def _run(arguments: argparse.Namespace) -> int:
         texts = [f"{_described(e, registry)}\n{rule.as_text()}" for e, rule in zip(entries, rules, strict=True)]
         print("\n\n".join(texts))
     return 0
+
+
+def _entries_of(name: str, registry: Registry) -> list[OpEntry]:
+    """The entries of an op name, or of the function that has this name: ``index_add_``, ``F.silu``."""
+    for candidate in (name, *base_names(name)):
+        if found := registry.entries(candidate):
+            return found
+    try:
+        import torch.nn.functional  # noqa: F401  # dotted names are looked up among what is imported
+    except ImportError:  # the tables can be read without it
+        return []
+    dotted = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
+    functions = [dotted_function(dotted)] if is_dotted(dotted) else bare_functions(dotted)
+    return [entry for function in functions if function is not None for entry in registry.entries_of(function)]
 
 
 def _listing(entries: Sequence[OpEntry]) -> str:
