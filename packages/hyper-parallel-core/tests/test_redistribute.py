@@ -17,6 +17,7 @@ from hyper_parallel import (
     RedistributionError,
     Replicate,
     Shard,
+    distribute_tensor,
 )
 from hyper_parallel.placements import short
 from hyper_parallel.redistribute import transition
@@ -228,3 +229,24 @@ def test_nothing_to_do():
         tensor.redistribute(placements=[S0]).backward(torch.ones(4))
     assert trace.events == []
     assert tensor.grad.to_local().tolist() == [1.0]
+
+
+DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_that_not_every_backend_knows_travel(dtype):
+    value = torch.arange(15.0).view(5, 3).to(dtype)
+    x = distribute_tensor(value, mesh_of((2,)), [S0])  # scattered by rank 0
+    for moved in (x, x.redistribute(placements=[S1]), distribute_tensor(value, mesh_of((2,)), [R])):
+        assert moved.dtype == dtype
+        assert torch.equal(moved.full_tensor().float(), value.float())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("placement", [R, S0], ids=short)
+def test_pending_sums_of_int16_are_carried_out(placement):
+    x = make(torch.arange(5, dtype=torch.int16), mesh_of((2,)), [P]).redistribute(placements=[placement])
+    assert x.dtype == torch.int16
+    assert x.full_tensor().tolist() == list(range(5))

@@ -1,6 +1,6 @@
 """What travels when a pending reduction is carried out: the reduce op of the collective, and the form of the values.
 
-Sums and products travel as they are. Two reductions do not:
+Sums and products travel as they are, those of int16 as int32, as not every backend knows it. Two reductions do not:
 
 - ``max`` and ``min`` of floats travel as integers of the same order, so that a NaN on one rank reaches all of them, as
   in PyTorch's ``max``. Collective libraries compare floats, and drop or keep a NaN depending on the order of the ranks.
@@ -57,6 +57,8 @@ def wire(op: str, dtype: torch.dtype) -> Wire:
     if p is not None:
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         return Wire("sum", lambda x: x.to(wide).pow(p), lambda x: x.pow(1 / p).to(dtype))
+    if dtype is torch.int16:
+        return Wire(op, lambda x: x.to(torch.int32), lambda x: x.to(torch.int16))
     return Wire(op)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from hyper_parallel import comm
 from hyper_parallel.distribute import distribute_tensor, gather_to_first
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.structures import tensors_of
@@ -161,7 +162,7 @@ def _received(value: torch.Tensor | Announced) -> torch.Tensor:
         tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
     else:
         tensor = value.detach().to(device).contiguous()
-    dist.broadcast(tensor, src=0)
+    dist.broadcast(comm.movable(tensor), src=0)
     return tensor.to(value.device)
 
 
