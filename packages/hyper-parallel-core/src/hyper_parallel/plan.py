@@ -17,6 +17,7 @@ from hyper_parallel.op import DistributedOp
 from hyper_parallel.placements import is_replicate
 from hyper_parallel.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
 from hyper_parallel.structures import rebuilt
+from hyper_parallel.transition import plan_transition
 
 CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
 
@@ -144,6 +145,17 @@ def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution:
     return _plan_of(rule, call, solution)
 
 
+def _check_strict(call: Call, index: int, target: Layout) -> None:
+    """What the rules by strategies see to on their own, for those by layouts: ``"strict"`` forbids communication."""
+    spec = call.inputs[index]
+    if call.mode.policy == "strict" and plan_transition(spec.layout, target, tuple(spec.shape)).communicates:
+        raise refuse(
+            call,
+            f"input {index} would have to become {target}",
+            f"redistribute it to {target} first, or use redistribute_policy('partial') or ('auto')",
+        )
+
+
 def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
     plan = Plan()
     plan.pending = rule.use_reduced and any(spec.layout.is_partial() for spec in call.inputs)
@@ -160,6 +172,7 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
                     f"it writes its first argument, which would have to become {target}",
                     "redistribute that tensor before, or use the out-of-place form",
                 )
+            _check_strict(call, index, target)
     if changes:
         plan.changes, plan.solution = changes, solution
         plan.places = None if rule.inplace else _places(call, [index for index, _, _ in changes])
