@@ -28,7 +28,11 @@ class TestMaxPool1d(Few):
 
 class TestAvgPool(Few):
     op = F.avg_pool2d
-    samples = (sample(IMAGES, 2), sample(IMAGES, (3, 2), 2, 1, ceil_mode=True, count_include_pad=False))
+    samples = (
+        sample(IMAGES, 2),
+        sample(IMAGES, (3, 2), 2, 1, ceil_mode=True, count_include_pad=False),
+        sample(tensor(2, 3, 5, 6, dtype=torch.int64, low=-9, high=9), 2, 2, 1, count_include_pad=False),
+    )
 
 
 class TestAdaptiveAvgPool(Few):

@@ -152,13 +152,15 @@ def lists():
             torch._foreach_add([left], [tall])
         with redistribute_policy("auto"):
             seen["auto"] = torch._foreach_add([left], [tall])[0]
+        for scalars in (0.5, [0.5], torch.tensor([0.5])):
+            seen[f"sum of products, {scalars}"] = torch._foreach_addcmul([pending], [whole], [whole], scalars)[0]
         maximum = left.detach().clone()
         torch._foreach_maximum_([maximum], [whole])
         seen["maximum"] = maximum
     product = torch._foreach_mul([left, left], [whole, 3.0])
     (product[0].sum() + product[1].sum()).backward()
     seen["gradient"] = left.grad
-    want = [a * b, a + 2 * b, 2 * b, a + b, torch.maximum(a, b), b + 3]
+    want = [a * b, a + 2 * b, 2 * b, a + b, *[b + b * b / 2] * 3, torch.maximum(a, b), b + 3]
     return {
         name: bool(torch.allclose(v.detach().full_tensor(), w)) for (name, v), w in zip(seen.items(), want, strict=True)
     }

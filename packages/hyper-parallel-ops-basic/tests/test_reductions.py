@@ -24,6 +24,7 @@ class TestSum(Reductions):
         sample(tensor()),
         sample(tensor(5, 6, dtype=torch.int32, low=-3), axis=0),
         sample(MATRIX, dtype=torch.float32),
+        sample(tensor(5, 6, high=9, grad=False), 0, dtype=torch.int64).options(name="of_whole_parts"),
     )
 
 
@@ -219,6 +220,11 @@ class TestCumsum(Reductions):
         sample(THIN, 0),
         sample(tensor(7, dtype=torch.int32), 0, dtype=torch.int32),
     )
+
+
+class TestCumsumOfWholeParts(Reductions):
+    op = torch.cumsum
+    samples = (sample(tensor(5, 6, high=9, grad=False), 0, dtype=torch.int64),)
 
 
 class TestTopk(Reductions):

@@ -95,6 +95,44 @@ def test_numbers_are_global(placement):
 
 
 @pytest.mark.ranks(4)
+def test_terms_are_not_rounded_one_by_one_into_a_pending_target():
+    half = spread(torch.full((4,), 2.0), Partial()) / 4  # of 0.5 each rank has less
+    target = spread(torch.zeros(4, dtype=torch.int64), Partial())
+    for write in (lambda x: x.copy_(half * 3), lambda x: x.__setitem__(slice(1, 3), (half * 3)[1:3])):
+        with pytest.raises(ValueError, match=r"copy_|__setitem__"):
+            write(target)
+        assert target.tolist() == [0] * 4
+    assert target.copy_((half * 3).long()).tolist() == [1] * 4
+
+
+NEEDS_THE_VALUE = {
+    "exp": lambda x: x.exp(),
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.unique(),
+    "masked_scatter": lambda x: x.masked_scatter(x > 1, x),
+    "view": lambda x: x.view(torch.int32),
+    "softmax": lambda x: x.softmax(0),
+    "long": lambda x: x.long(),
+    "sort": lambda x: x.sort(),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", NEEDS_THE_VALUE)
+def test_a_pending_sum_is_reduced_by_default_and_refused_under_strict(name):
+    function = NEEDS_THE_VALUE[name]
+    pending = spread(torch.tensor([1.0, 0.0, 3.0, 1.0]), Partial())
+    with redistribute_policy("strict"), CommTrace() as trace:
+        with pytest.raises(ValueError, match=r"fix: |reduce_partial\(\)"):
+            function(pending)
+    assert trace.counts == {}
+    with CommTrace() as trace:
+        function(pending)
+        function(pending)
+    assert trace.counts["all_reduce"] == 1, "what was reduced once is used again"
+
+
+@pytest.mark.ranks(4)
 def test_contents_are_global():
     value = torch.arange(5.0)
     x = spread(value, Shard(0))

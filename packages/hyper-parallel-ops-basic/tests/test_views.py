@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor
+from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 
@@ -29,6 +29,16 @@ class TestView(Views):
         sample(tensor(6, 1), 1, 3, 2),
         sample(torch.ones(1, 5, dtype=torch.bool), 5),
         sample(tensor(1), ()),
+    )
+
+
+class TestViewAsDtype(Views):
+    op = torch.Tensor.view
+    samples = (
+        sample(tensor(5, 6, dtype=torch.int32), torch.float32),
+        sample(tensor(5, 6, dtype=torch.int64), torch.int16).options(name="more_elements"),
+        sample(tensor(5, 4, dtype=torch.int16), dtype=torch.int32).options(name="fewer_elements"),
+        sample(tensor(dtype=torch.int32), torch.float32).options(name="number"),
     )
 
 
@@ -187,3 +197,18 @@ def test_views_in_place_change_the_tensor_and_share_its_memory():
     assert out.shape == (3, 4, 1)
     out.square().sum().backward()
     assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 3), 8.0))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16], ids=str)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_bits_written_through_a_view_as_another_dtype_reach_the_tensor(placement, dtype):
+    value = torch.arange(1.0, 25.0).view(4, 6)
+    x = distribute_tensor(value, mesh_of((4,)), [placement])
+    with redistribute_policy("auto"):
+        for target in (x, value):
+            bits = target.view(dtype)
+            bits[1:3] = 0
+            bits[0].fill_(16256)
+    assert x.placements == (placement,)
+    assert torch.equal(x.full_tensor(), value)

@@ -14,6 +14,7 @@ import torch
 from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
+from hyper_parallel.families.precision import casts_by_term
 from hyper_parallel.op import FunctionOp, OpSummary
 
 
@@ -22,7 +23,7 @@ class Cast(FunctionOp):
 
     summary = OpSummary(
         "every dim",
-        pending="passes from float to float",
+        pending="passes from float to float, each term rounded; reduced before it becomes whole numbers",
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -35,7 +36,7 @@ class Cast(FunctionOp):
         if spec.layout.is_partial():
             unordered = {name: value for name, value in kwargs.items() if name != "memory_format"}
             dtype = func(torch.empty(0, dtype=spec.dtype), *args, **unordered).dtype
-            if not _is_linear(spec.dtype, dtype):
+            if not casts_by_term(spec.dtype, dtype):
                 if state.mode.policy == "strict":
                     raise RedistributionError(
                         f"{func.__name__}: a pending reduction ({spec.layout}) cannot be cast to {dtype}; "
@@ -71,13 +72,3 @@ def _without_other(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tu
     if other is not None:
         rest = [other.device, other.dtype, *rest]
     return tensor, tuple(rest), kwargs
-
-
-def _is_linear(old: torch.dtype, new: torch.dtype) -> bool:
-    """Whether a sum may be cast term by term."""
-    if old is new:
-        return True
-    if new is torch.bool or old is torch.bool:
-        return False
-    whole = not (new.is_floating_point or new.is_complex)
-    return not whole or not (old.is_floating_point or old.is_complex)

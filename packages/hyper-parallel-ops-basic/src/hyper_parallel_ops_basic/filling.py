@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.elementwise import shard_if_full
+from hyper_parallel.families.precision import casts_by_term
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial
 from hyper_parallel.strategy import LayoutOp, S, Strategy, StrategyOp
@@ -26,6 +27,8 @@ class Copy(StrategyOp):
         shape, source = call.inputs[0].shape, call.inputs[1].shape
         for d in range(len(shape)):
             yield Strategy([S(d), shard_if_full(source, d, shape)], S(d))
+        if not casts_by_term(call.inputs[1].dtype, call.inputs[0].dtype):
+            return
         for pending in {p for p in call.inputs[0].layout.placements if isinstance(p, Partial)}:
             yield Strategy([pending, pending], pending)
 

@@ -165,11 +165,22 @@ def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     inplace = name.endswith("_")
     count = len(next(a for a in args if isinstance(a, (list, tuple))))
     single = getattr(torch.Tensor if isinstance(args[0], (list, tuple)) else torch, name, None)
+    named = [kwargs] * count
+    if name.rstrip("_") in ("addcmul", "addcdiv"):
+        args, named = args[:3], [{"value": factor} for factor in _factors(args[3:], kwargs, count)]
     results = []
     for position in range(count):
         given = [a[position] if isinstance(a, (list, tuple)) else a for a in args]
         if single is not None:
-            results.append(single(*given, **kwargs))
+            results.append(single(*given, **named[position]))
         else:  # maximum_ and the like have no method
-            given[0].copy_(getattr(torch, name[:-1])(*given, **kwargs))
+            given[0].copy_(getattr(torch, name[:-1])(*given, **named[position]))
     return None if inplace else tuple(results)
+
+
+def _factors(positional: Sequence[Any], kwargs: dict[str, Any], count: int) -> list[Any]:
+    """By what each product of ``addcmul`` counts: one number for all, a list of numbers, or a tensor of them."""
+    (given,) = [*positional, *kwargs.values()] or [1]
+    if isinstance(given, torch.Tensor):
+        given = given.tolist()
+    return list(given) if isinstance(given, (list, tuple)) else [given] * count

@@ -16,6 +16,7 @@ import torch
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Ref, Solution, refuse
 from hyper_parallel.families.moving import Move, indices_of
+from hyper_parallel.families.precision import casts_by_term
 from hyper_parallel.families.ranges import keep_range, overlaps
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
@@ -108,9 +109,14 @@ def _value(call: Call, index: Index, target: Layout) -> Value:
         return Value(index)
     have, shape = call.spec("values").layout, index.shape
     value = Value(index, have, tuple(call.spec("values").shape))
-    value.layout = value.layout.with_placements(
-        {a: p for a, p in enumerate(target.placements) if isinstance(p, Partial)}
-    )
+    pending = {a: p for a, p in enumerate(target.placements) if isinstance(p, Partial)}
+    if pending and not casts_by_term(call.spec("values").dtype, call.inputs[0].dtype):
+        raise refuse(
+            call,
+            f"terms of {call.spec('values').dtype} cannot be rounded one by one to those of the pending target",
+            f"cast the values first, to {call.inputs[0].dtype}",
+        )
+    value.layout = value.layout.with_placements(pending)
     for dim, picked in index.ranges().items():
         axes = target.shard_order[dim]
         at = index.result.index(dim)

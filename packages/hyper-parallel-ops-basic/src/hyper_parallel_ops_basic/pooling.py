@@ -48,15 +48,17 @@ class Pool(StrategyOp):
             "every dim",
             pending="passes" if average else "reduced first",
             communicates="sharded positions: 1 all-to-all of the halo | the same",
+            whole="positions of whole numbers: the mean of a window is rounded once" if average else "",
         )
 
     def num_outputs(self, call: Call) -> int:
         return 2 if call.name.endswith("_with_indices") or (not self.average and call.arg("return_indices")) else 1
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        for d in range(len(call.inputs[0].shape)):
+        ndim, exact = len(call.inputs[0].shape), not self.average or call.inputs[0].dtype.is_floating_point
+        for d in range(ndim if exact else ndim - self.dims):
             yield Strategy([S(d)], S(d))
-        if self.average:
+        if self.average and exact:
             yield Strategy([P], P)
 
     def solve(self, call: Call) -> Solution:

@@ -10,7 +10,7 @@ import torch
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.families.precision import wide_dtype
+from hyper_parallel.families.precision import casts_by_term, wide_dtype
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, Placement, Replicate
@@ -80,10 +80,13 @@ class Reduction(StrategyOp):
 
 
 def linear_rows(call: Call) -> Iterable[Strategy]:
-    """A pending sum (or average, of floats) passes through a linear function of one tensor (of bools none is)."""
-    if call.inputs[0].dtype is not torch.bool:
-        yield Strategy([Partial()], Partial())
-    if call.inputs[0].dtype.is_floating_point:
+    """A pending sum (or average, of floats) passes through a linear function of one tensor, of bools none is, that does
+    not round its elements first (``dtype=``)."""
+    given = call.inputs[0].dtype
+    if given is torch.bool or not casts_by_term(given, call.arg("dtype") or given):
+        return
+    yield Strategy([Partial()], Partial())
+    if given.is_floating_point:
         yield Strategy([Partial("avg")], Partial("avg"))
 
 

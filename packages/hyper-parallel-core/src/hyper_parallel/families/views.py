@@ -18,7 +18,7 @@ from hyper_parallel.strategy import LayoutOp
 
 
 class Reshape(LayoutOp):
-    """Reshape by global sizes: ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze``,
+    """Reshape by global sizes: ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze``,
     ``view_as``.
 
     The output shape is that of the function on meta tensors. Shards follow their elements
@@ -58,6 +58,39 @@ class Reshape(LayoutOp):
         is_view = is_alias(call.meta_result(), spec.meta)
         local = _view_as_sizes(sizes) if is_view else _copy_of_sizes(sizes)
         return _with_ones_held(self, call, target, layout, local, is_view)
+
+
+class View(Reshape):
+    """``view`` by sizes, or as another dtype: each rank views its bits, those of a pending sum once reduced."""
+
+    summary = OpSummary(
+        "as `reshape`; every dim where the bits are viewed as another dtype",
+        pending="passes, of any kind; reduced before it is viewed as another dtype",
+        whole="shards that fall between bounds of the new dims: no layout describes the result; the last dim viewed as "
+        "a dtype of another size: it has another number of elements",
+    )
+
+    def carry_write(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int, value: Any
+    ) -> None:
+        given = args[0].dtype
+        super().carry_write(func, args, kwargs, position, value if value.dtype is given else value.view(given))
+
+    def solve(self, call: Call) -> Solution:
+        (dtype,) = [*call.args[1:2], *call.kwargs.values()] or [None]
+        if not isinstance(dtype, torch.dtype):
+            return super().solve(call)
+        spec = call.inputs[0]
+        gathered = spec.layout.shard_order[-1] if dtype.itemsize != spec.dtype.itemsize and spec.shape else ()
+        pending = [a for a, p in enumerate(spec.layout.placements) if is_partial(p)]
+        layout = spec.layout.with_placements(dict.fromkeys([*gathered, *pending], Replicate()))
+        if gathered and call.mode.policy != "auto":
+            raise refuse(
+                call,
+                f"the last dim is sharded, and viewed as {dtype} it has another number of elements",
+                f"redistribute to {layout} first, or use redistribute_policy('auto')",
+            )
+        return Solution([layout], [layout], is_view=True)
 
 
 def is_alias(result: torch.Tensor, source: torch.Tensor) -> bool:
