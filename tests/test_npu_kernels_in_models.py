@@ -21,7 +21,6 @@ from hyper_parallel import (
     ShardingPlan,
     distribute_tensor,
     init_device_mesh,
-    redistribute_policy,
     shard_module,
 )
 from hyper_parallel_ops_deepseek import reference as npu
@@ -123,7 +122,6 @@ def test_fused_kernels_train_like_the_functions_that_they_replace(kind, plan):
         for mock, (_, _, function) in zip(mocks, replaced, strict=True):
             mock.side_effect = function
         stack.enter_context(patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": attention}))
-        stack.enter_context(redistribute_policy("partial" if kind == "qwen3" else "auto"))
         shard_module(model, mesh, ShardingPlan(plan=PLAN | plan))
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()

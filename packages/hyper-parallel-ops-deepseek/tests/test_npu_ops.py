@@ -97,12 +97,16 @@ def there_and_back(tokens, probs, experts):
     return npu.npu_moe_token_unpermute(rows * 2, where, probs=probs)
 
 
-class TestTokenPermute(Quick):
+class Routing(Quick):
+    max_collectives: ClassVar = {"all_gather": 1, "all_to_all": 2, "all_reduce": 2, "reduce_scatter": 2}
+
+
+class TestTokenPermute(Routing):
     op = npu.npu_moe_token_permute
     samples = (sample(tensor(5, 6), EXPERTS), sample(tensor(5, 3), EXPERTS[:, 0], num_out_tokens=4))
 
 
-class TestTokenUnpermute(Quick):
+class TestTokenUnpermute(Routing):
     op = npu.npu_moe_token_unpermute
     samples = (
         sample(tensor(6, 5), torch.tensor([4, 0, 5, 1, 3, 2], dtype=torch.int32), tensor(3, 2)),
@@ -110,7 +114,7 @@ class TestTokenUnpermute(Quick):
     )
 
 
-class TestThereAndBack(Quick):
+class TestThereAndBack(Routing):
     op = there_and_back
     samples = (sample(tensor(5, 6), tensor(5, 2), EXPERTS),)
 
@@ -134,6 +138,7 @@ class TestFusionAttention(Quick):
         sample(tensor(2, 5, 4, 2), tensor(2, 5, 4, 2), tensor(2, 5, 4, 3), "BNSD", heads=5, sparse_mode=3).options(
             name="uneven_heads_causal"
         ),
+        sample(*BSND, "BSND", MASK[0, 0], heads=8, sparse_mode=1).options(name="mask_of_queries_and_keys"),
         sample(tensor(2, 3, 16), tensor(2, 3, 8), tensor(2, 3, 8), "BSH", heads=8).options(name="heads_times_features"),
         sample(tensor(3, 2, 8), tensor(3, 2, 8), tensor(3, 2, 8), "SBH", pre_tockens=1, next_tockens=0).options(
             name="band"
@@ -168,6 +173,23 @@ def test_heads_are_counted_per_rank_and_nothing_is_communicated():
 
 
 @pytest.mark.ranks(4)
+def test_queries_stay_sharded_where_the_masks_say_what_they_see():
+    q, k = torch.randn(2, 6, 4, 4), torch.randn(2, 5, 4, 4)
+    mask = torch.rand(6, 5) < 0.3
+    mask[:, 0] = False
+    args = spread(q, Shard(1)), spread(k, Replicate()), spread(k, Replicate())
+    of_queries = spread(mask, Shard(0))
+    got, collectives = counted(lambda: npu.npu_fusion_attention(*args, 4, "BSND", atten_mask=of_queries, scale=0.5))
+    assert collectives == {}
+    assert [o.placements[0] for o in got[:4]] == [Shard(1), Shard(2), Shard(2), Replicate()]
+    want = npu.npu_fusion_attention(q, k, k, 4, "BSND", atten_mask=mask, scale=0.5)
+    torch.testing.assert_close(got[0].full_tensor(), want[0])
+    for causal in ({"sparse_mode": 3}, {"next_tockens": 0}):
+        with pytest.raises(ValueError, match="no strategy takes"):
+            npu.npu_fusion_attention(*args, 4, "BSND", scale=0.5, **causal)
+
+
+@pytest.mark.ranks(4)
 def test_attention_is_that_of_pytorch():
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -181,6 +203,28 @@ def test_dropout_over_sharded_heads_is_refused():
     q = spread(torch.randn(2, 4, 4, 4), Shard(2))
     with pytest.raises(ValueError, match="no strategy takes"):
         npu.npu_fusion_attention(q, q, q, 4, "BSND", keep_prob=0.5)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("count", [8, 5])
+def test_sharded_tokens_travel_once_to_their_rows_and_once_back(count):
+    torch.manual_seed(0)
+    tokens, probs, experts = torch.randn(count, 6), torch.rand(count, 2), torch.randint(0, 5, (count, 2))
+    plain = tokens.clone().requires_grad_()
+    want = there_and_back(plain, probs, experts)
+    want.square().sum().backward()
+    mine, chances, choice = (spread(x, Shard(0)) for x in (tokens, probs, experts))
+    mine.requires_grad_()
+    with CommTrace() as trace:
+        rows, where = npu.npu_moe_token_permute(mine, choice)
+        assert trace.counts == {"all_gather": 1, "all_to_all": 1}
+        out = npu.npu_moe_token_unpermute(rows * 2, where, probs=chances)
+        assert trace.counts == {"all_gather": 1, "all_to_all": 2}
+        out.square().sum().backward()
+    assert trace.counts == {"all_gather": 1, "all_to_all": 4}
+    assert [x.placements[0] for x in (rows, where, out)] == [Shard(0), Replicate(), Shard(0)]
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(mine.grad.full_tensor(), plain.grad)
 
 
 @pytest.mark.ranks(4)

@@ -9,13 +9,16 @@ import torch
 
 from hyper_parallel.call import Call, Ref
 from hyper_parallel.families.contraction import contraction_shape, contraction_strategies
+from hyper_parallel.families.moving import Move
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Placement
+from hyper_parallel.placements import PackedShard, Placement
+from hyper_parallel.redistribute import transition
+from hyper_parallel.spec import NOT_VARYING
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.grouped_mm import LABELS, ends_among, held_of_label, with_own_groups
 
-from .reference import group_ends
+from .reference import group_ends, sorted_by_expert, weighted_sum
 
 __all__ = ["GroupedMatmul", "TokenPermute", "TokenUnpermute"]
 
@@ -35,8 +38,9 @@ class GroupedMatmul(StrategyOp):
     signature = (
         "x, weight, *, bias=None, scale=None, offset=None, antiquant_scale=None, antiquant_offset=None, "
         "per_token_scale=None, group_list=None, activation_input=None, activation_quant_scale=None, "
-        "activation_quant_offset=None, split_item=0, group_type=-1, group_list_type=0, act_type=0, tuning_config=None, "
-        "output_dtype=None, x_dtype=None, weight_dtype=None, scale_dtype=None, per_token_scale_dtype=None"
+        "activation_quant_offset=None, split_item=0, group_type=None, group_list_type=0, act_type=0, "
+        "tuning_config=None, output_dtype=None, x_dtype=None, weight_dtype=None, scale_dtype=None, "
+        "per_token_scale_dtype=None"
     )
 
     def _operands(self, call: Call) -> tuple[list[int], list[int], list[int]]:
@@ -51,7 +55,7 @@ class GroupedMatmul(StrategyOp):
         if quantised or len(x) != len(weight) or not x:
             return None
         ranks = tuple(len(call.inputs[i].shape) for i in (x[0], weight[0]))
-        if call.arg("group_type", -1) == -1:
+        if call.arg("group_type") in (-1, None):
             alike = len({call.inputs[i].shape for i in x}) == len({call.inputs[i].shape for i in weight}) == 1
             return ("mk", "kn", "mn") if alike and ranks == (2, 2) and call.arg("split_item", 0) in (0, 1) else None
         return LABELS.get(ranks) if len(x) == 1 and ranks in ((2, 3), (2, 2)) else None
@@ -132,13 +136,23 @@ class GroupedMatmul(StrategyOp):
         return local
 
 
+def rows_travel(call: Call) -> bool:
+    """Whether tokens may be sharded: in plain shards, as a packed dim of tokens says nothing about one of rows."""
+    packed = (isinstance(p, PackedShard) and p.dim == 0 for spec in call.inputs for p in spec.layout.placements)
+    return not call.arg("padded_mode") and not any(packed)
+
+
 class TokenPermute(StrategyOp):
-    """``npu_moe_token_permute``: tokens move by the experts of all of them; the hidden dim is sharded freely."""
+    """``npu_moe_token_permute``: tokens move by the experts of all of them; the hidden dim is sharded freely.
+
+    Sharded tokens travel to the ranks of the rows that they become, without the kernel, which sorts what it has.
+    """
 
     summary = OpSummary(
-        "features",
+        "tokens and their indices, features; the rows come out sharded like the tokens, where they went whole",
         pending="passes",
-        whole="tokens and indices: where a token goes depends on the experts of all of them",
+        communicates="sharded tokens: 1 all-to-all; sharded indices: 1 all-gather | 1 all-to-all",
+        whole="indices of whole tokens, and packed tokens: where one goes depends on the experts of all of them",
     )
 
     signature = "tokens, indices, num_out_tokens=None, padded_mode=False"
@@ -149,15 +163,39 @@ class TokenPermute(StrategyOp):
     def strategies(self, call: Call) -> Iterable[Strategy]:
         yield Strategy({"tokens": S(1)}, [S(1), R])
         yield Strategy({"tokens": P}, [P, R])
+        if rows_travel(call):
+            yield Strategy({"tokens": S(0)}, [S(0), R])
+            yield Strategy({"tokens": S(0), "indices": S(0)}, [S(0), R])
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        tokens, indices = (targets[call.position(name)] for name in ("tokens", "indices"))
+        if not tokens.shard_order[0]:
+            return None
+        count, shape, arguments = call.spec("tokens").shape[0], tuple(call.spec("indices").shape), self.arguments
+        given, whole = (indices, NOT_VARYING), (indices.replicated(), NOT_VARYING)
+
+        def local(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            bound = arguments.bind(args, kwargs)
+            experts = transition(bound["indices"], given, whole, shape)
+            rows, where = sorted_by_expert(experts, bound.get("num_out_tokens"))
+            return Move.between(tokens, count, 0, outputs[0], 0, rows.cpu())(bound["tokens"], 0), where
+
+        return local
 
 
 class TokenUnpermute(StrategyOp):
-    """``npu_moe_token_unpermute``: the hidden dim is sharded freely; linear in the rows and in the weights."""
+    """``npu_moe_token_unpermute``: the hidden dim is sharded freely; linear in the rows and in the weights.
+
+    Sharded rows travel back to the ranks of their tokens, without the kernel.
+    """
 
     summary = OpSummary(
-        "features",
+        "rows and their weights, features; tokens come out sharded like the rows",
         pending="passes through the tokens or the weights",
-        whole="tokens and indices: where a token comes from depends on the experts of all of them",
+        communicates="sharded rows: 1 all-to-all | the same",
+        whole="the indices, and packed rows: where a token comes from depends on the experts of all of them",
     )
 
     signature = "permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None"
@@ -165,5 +203,25 @@ class TokenUnpermute(StrategyOp):
     def strategies(self, call: Call) -> Iterable[Strategy]:
         yield Strategy({"permuted_tokens": S(1)}, S(1))
         yield Strategy({"permuted_tokens": P}, P)
-        if call.index("probs") is not None:
+        weights = {"probs"} if call.index("probs") is not None else set()
+        if weights:
             yield Strategy({"probs": P}, P)
+        if rows_travel(call):
+            yield Strategy(dict.fromkeys({"permuted_tokens", *weights}, S(0)), S(0))
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        rows = targets[call.position("permuted_tokens")]
+        if not rows.shard_order[0]:
+            return None
+        count, arguments, output = call.spec("permuted_tokens").shape[0], self.arguments, outputs[0]
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            bound = arguments.bind(args, kwargs)
+            held, weights, where = bound["permuted_tokens"], bound.get("probs"), bound["sorted_indices"].cpu().long()
+            copies = 1 if weights is None else weights.shape[1]
+            mine = Move.between(rows, count, 0, output, 0, where.view(-1, copies))(held, 0)
+            return mine if weights is None else weighted_sum(mine, weights)
+
+        return local

@@ -27,13 +27,16 @@ class FusionAttention(StrategyOp):
     - Batch: with the masks that have one. Not with sequence lengths, which are those of the whole batch.
     - Heads: those of key and value go along where every rank gets whole groups; otherwise, where heads are a dim of
       their own, key and value stay whole and each rank takes what its query heads need.
+    - Queries, with the rows of the masks, where the masks say all; the kernel counts the rows of a causal mode itself.
     - With dropout only whole tensors: the kernel draws on its own, and not what one device would draw.
     """
 
     summary = OpSummary(
-        "samples with their masks, heads (grouped ones too; key and value heads alike, or whole)",
-        whole="sequences: the kernel takes whole rows; samples with sequence lengths; everything with dropout, which "
-        "the kernel draws on its own",
+        "samples with their masks, heads (grouped ones too; key and value heads alike, or whole), queries with their "
+        "rows of the masks",
+        whole="keys and values: a softmax goes over all of them; queries of causal modes and bands, which the kernel "
+        "counts from the first or last of all; samples and queries with sequence lengths; everything with dropout, "
+        "which the kernel draws on its own",
     )
 
     signature = (
@@ -77,14 +80,29 @@ class FusionAttention(StrategyOp):
         if "B" in letters and call.arg("actual_seq_qlen") is None and call.arg("prefix") is None:
             d = letters.index("B")
             yield Strategy(dict.fromkeys(_QKV, S(d)) | self._masks(call, 0), [S(d), S(0), S(0), R])
+        if "S" in letters and self._by_masks_alone(call):
+            d = letters.index("S")
+            queries = call.spec("query").shape[d]
+            yield Strategy({"query": S(d)} | self._masks(call, -2, queries), [S(d), S(2), S(2), R])
         if self.by_head:
             yield from self._head_rows(call, letters)
 
-    def _masks(self, call: Call, d: int) -> dict[str, Placement]:
-        """Masks ``[batch, heads, ...]`` follow where they are not broadcast."""
+    @staticmethod
+    def _by_masks_alone(call: Call) -> bool:
+        """Whether which keys a query sees does not depend on its place among the queries."""
+        every = max(call.spec(name).shape[call.arg("input_layout").index("S")] for name in _QKV[:2])
+        bands = (call.arg(name, every) for name in ("pre_tockens", "next_tockens"))
+        mode = call.arg("sparse_mode", 0)
+        lengths = (call.arg(name) for name in ("actual_seq_qlen", "actual_seq_kvlen", "prefix", "padding_mask"))
+        return all(n is None for n in lengths) and (mode == 1 or (mode == 0 and min(bands) >= every))
+
+    def _masks(self, call: Call, d: int, size: int | None = None) -> dict[str, Placement]:
+        """Masks ``[batch, heads, queries, keys]`` follow where they are not broadcast; those of queries and keys alone
+        have no batch nor heads."""
         found = {name: call.index(name) for name in ("pse", "atten_mask")}
         shapes = {name: call.inputs[i].shape for name, i in found.items() if i is not None}
-        return {name: S(d) for name, shape in shapes.items() if len(shape) == 4 and shape[d] != 1}
+        own = {name: (d % len(shape), shape) for name, shape in shapes.items() if d < 0 or len(shape) == 4}
+        return {name: S(at) for name, (at, shape) in own.items() if shape[at] != 1 and size in (None, shape[at])}
 
     def _head_rows(self, call: Call, letters: str) -> Iterable[Strategy]:
         d = head_dim(letters)

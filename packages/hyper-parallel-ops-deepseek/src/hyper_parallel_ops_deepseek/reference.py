@@ -113,21 +113,22 @@ def npu_grouped_matmul(
     bias: Sequence[torch.Tensor] | None = None,
     group_list: torch.Tensor | Sequence[int] | None = None,
     split_item: int | None = 0,
-    group_type: int | None = -1,
+    group_type: int | None = None,
     group_list_type: int | None = 0,
 ) -> list[torch.Tensor]:
     """Products ``x_i @ weight_i (+ bias_i)`` of groups.
 
     Args:
-        group_type: -1: the lists pair up. 0: one ``x [rows, k]``, whose rows are split among the matrices of one weight
-            ``[groups, k, n]``. 2: one ``x [m, rows]`` and one weight ``[rows, n]``, rows split: ``[groups, m, n]``.
+        group_type: -1 (or None): the lists pair up. 0: one ``x [rows, k]``, whose rows are split among the matrices of
+            one weight ``[groups, k, n]``. 2: one ``x [m, rows]`` and one weight ``[rows, n]``, rows split: ``[groups,
+            m, n]``.
         group_list: the groups' rows: where each ends (``group_list_type=0``), or how many it has (1).
         split_item: 0 or 1: a result per weight; 2 or 3: one result.
 
     Raises:
         NotImplementedError: for quantised forms and other combinations.
     """
-    if group_type == -1 and len(x) == len(weight) and group_list is None:
+    if group_type in (-1, None) and len(x) == len(weight) and group_list is None:
         outs = [a @ b for a, b in zip(x, weight, strict=True)]
         if bias is not None:
             outs = [out + b for out, b in zip(outs, bias, strict=True)]
@@ -168,10 +169,15 @@ def npu_moe_token_permute(
     """
     if padded_mode:
         raise NotImplementedError("npu_moe_token_permute: padded_mode=True has no reference")
+    rows, where = sorted_by_expert(indices, num_out_tokens)
+    return tokens.index_select(0, rows), where
+
+
+def sorted_by_expert(indices: torch.Tensor, num_out_tokens: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each row, and for each (token, expert) in order the row where it went, int32."""
     copies = 1 if indices.ndim == 1 else indices.shape[1]
     order = torch.argsort(indices.reshape(-1), stable=True)
-    rows = order[: num_out_tokens or None]
-    return tokens.index_select(0, rows // copies), torch.argsort(order).to(torch.int32)
+    return order[: num_out_tokens or None] // copies, torch.argsort(order).to(torch.int32)
 
 
 @_overridable
@@ -186,10 +192,13 @@ def npu_moe_token_unpermute(
     if padded_mode:
         raise NotImplementedError("npu_moe_token_unpermute: padded_mode=True has no reference")
     rows = permuted_tokens.index_select(0, sorted_indices.to(torch.int64))
-    if probs is None:
-        return rows
-    rows = rows.view(*probs.shape, permuted_tokens.shape[-1])
-    return (rows * probs.unsqueeze(-1)).sum(1).to(permuted_tokens.dtype)
+    return rows if probs is None else weighted_sum(rows, probs)
+
+
+def weighted_sum(rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Rows ``[tokens * top_k, hidden]`` times ``probs [tokens, top_k]``, summed by token."""
+    rows = rows.view(*probs.shape, rows.shape[-1])
+    return (rows * probs.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 # -- attention ----------------------------------------------------------------------------------------------------

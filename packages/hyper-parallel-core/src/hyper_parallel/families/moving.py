@@ -75,16 +75,17 @@ class Move:
         cls, layout: Layout, size: int, dim: int, result: Layout, result_dim: int, index: torch.Tensor, fill: Any = 0
     ) -> Move:
         """From ``dim`` (of global length ``size``) of ``layout`` to ``result_dim`` of ``result``, element ``i`` of
-        which is element ``index[i]``. The result may be sharded only by mesh axes that shard the source."""
+        which is element ``index[i]`` (of an index of two dims its elements, side by side). The result may be sharded
+        only by mesh axes that shard the source."""
         axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
         if not axes:
-            return cls(None, [torch.arange(size)], [index], fill)
+            return cls(None, [torch.arange(size)], [index.reshape(-1)], fill)
         group = layout.info.group(axes)
         sizes = tuple(size if d == dim else 1 for d in range(layout.ndim))
         result_sizes = tuple(len(index) if d == result_dim else 1 for d in range(result.ndim))
         held = [indices_of(dim_intervals(layout, sizes, dim, c)) for c in group.coordinates]
-        wanted = [index[indices_of(dim_intervals(result, result_sizes, result_dim, c))] for c in group.coordinates]
-        return cls(group, held, wanted, fill)
+        lies = [indices_of(dim_intervals(result, result_sizes, result_dim, c)) for c in group.coordinates]
+        return cls(group, held, [index[here].reshape(-1) for here in lies], fill)
 
     def __call__(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The moved elements of ``x`` along ``dim``; differentiable any number of times."""
