@@ -36,13 +36,16 @@ def main() -> int:
     )
     parser.add_argument("--case", default="", help="pattern of the cases' titles as the report shows them, 'pad#3 4:'")
     parser.add_argument("--samples", type=int, default=6, help="samples taken of each function")
+    parser.add_argument(
+        "--dtype", help="that of the samples, bfloat16 or complex128; by default float64 where it can be"
+    )
     parser.add_argument("--policies", default="partial,auto")
     parser.add_argument("--axes", default="1,2", help="mesh axes: 1 is a mesh of 4, 2 one of 2 x 2")
     parser.add_argument("--threads", action="store_true", help="ranks are threads of this process, for a quick look")
     parser.add_argument("--json", type=Path, help="file to which all verdicts are added, one a line, as they come")
     options = parser.parse_args()
     axes = tuple(map(int, options.axes.split(",")))
-    choice = Choice(options.samples, tuple(options.policies.split(",")), axes, options.case)
+    choice = Choice(options.samples, tuple(options.policies.split(",")), axes, options.case, options.dtype)
     results: dict[str, list[Verdict]] = {}
     without_tensors = []
     with WorkerPool(RANKS, timeout=20) as pool:

@@ -53,12 +53,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is run of each function. ``only`` is a pattern of the cases' titles."""
+    """What is run of each function. ``only`` is a pattern of the cases' titles, ``dtype`` a name (``complex128``)."""
 
     samples: int
     policies: tuple[str, ...]
     axes: tuple[int, ...]
     only: str
+    dtype: str | None = None
 
 
 class RanksParted(Exception):
@@ -72,7 +73,7 @@ def run_function(title: str, choice: Choice, skip: Collection[str]) -> list[Verd
         RanksParted: in a case some ranks wait for others that do not come.
     """
     (op,) = [op for op in operators("") if title_of(op) == title]
-    samples = samples_of(op, choice.samples)
+    samples = samples_of(op, choice.samples, choice.dtype and getattr(torch, choice.dtype))
     verdicts: list[Verdict] = []
     for case in _cases(op, samples, choice):
         name = title_of_case(title, case)

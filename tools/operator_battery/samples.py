@@ -44,15 +44,20 @@ def operators(only: str) -> list[Any]:
     return [op for op in op_db if re.search(only, title_of(op)) and reason_to_exclude(op) is None]
 
 
-def samples_of(op: Any, limit: int) -> dict[int, Any]:
+def samples_of(op: Any, limit: int, dtype: torch.dtype | None = None) -> dict[int, Any]:
     """Up to ``limit`` small samples of a function, spread evenly over those in the database, by their place in it.
 
     They are the same on every call and on every rank.
+
+    Args:
+        dtype: that of the samples; none where the function does not take it. Otherwise that of :func:`dtype_for`.
     """
+    if dtype is not None and dtype not in op.supported_dtypes("cpu"):
+        return {}
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
-    dtype = dtype_for(op)
-    wants_grad = op.supports_autograd and dtype.is_floating_point
+    dtype = dtype or dtype_for(op)
+    wants_grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     small = {
         place: sample
         for place, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=wants_grad))

@@ -63,7 +63,7 @@ class TestDiag(Few):
 
 class TestDiagEmbed(Few):
     op = torch.diag_embed
-    samples = (sample(MATRIX), sample(MATRIX, 1, 0, 2))
+    samples = (sample(MATRIX), sample(MATRIX, 1, 0, 2), sample(tensor(5, dtype=torch.bool), -1))
 
 
 class TestDiagonalScatter(Few):
@@ -121,7 +121,10 @@ class TestOuter(Few):
 class TestAddr(Few):
     op = torch.addr
     inplace = "addr_"
-    samples = (sample(MATRIX, VECTOR, tensor(6), beta=2, alpha=0.5),)
+    samples = (
+        sample(MATRIX, VECTOR, tensor(6), beta=2, alpha=0.5),
+        sample(tensor(5, 3, dtype=torch.bool), tensor(5, dtype=torch.bool), tensor(3, dtype=torch.bool)),
+    )
 
 
 class TestInner(Few):
@@ -146,7 +149,16 @@ class TestKron(Few):
 
 class TestCross(Few):
     op = torch.linalg.cross
-    samples = (sample(tensor(5, 3), tensor(5, 3)), sample(tensor(3, 4), tensor(3, 4), dim=0))
+    samples = (
+        sample(tensor(5, 3), tensor(5, 3)),
+        sample(tensor(3, 4), tensor(3, 4), dim=0),
+        sample(tensor(3, 3), tensor(3, 3)),
+    )
+
+
+class TestCrossOfFirst(Few):
+    op = torch.cross
+    samples = (sample(tensor(3, 3), tensor(3, 3)), sample(tensor(2, 3), tensor(2, 3)))
 
 
 class TestBilinear(Few):
@@ -220,7 +232,7 @@ class TestPairwiseDistance(Few):
 
 class TestCosineSimilarity(Few):
     op = F.cosine_similarity
-    samples = (sample(MATRIX, MATRIX), sample(MATRIX, MATRIX, dim=0))
+    samples = (sample(MATRIX, MATRIX), sample(MATRIX, MATRIX, dim=0), sample(MATRIX, tensor(1, 6), dim=0))
 
 
 class TestNormalize(Few):
@@ -303,7 +315,7 @@ class TestMultilabelSoftMargin(Few):
 class TestRenorm(Few):
     op = torch.renorm
     inplace = "renorm_"
-    samples = (sample(MATRIX, 2, 0, 1.5), sample(MATRIX, 1, 1, 2.0))
+    samples = (sample(MATRIX, 2, 0, 1.5), sample(MATRIX, 1, 1, 2.0), sample(MATRIX, 2, -1, 1.0))
 
 
 def weight_normed(v, g):

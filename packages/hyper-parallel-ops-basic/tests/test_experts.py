@@ -82,6 +82,7 @@ class TestBincount(Quick):
         sample(tensor(5, dtype=torch.int64), minlength=9),
         sample(tensor(6, dtype=torch.int64), tensor(6, grad=False)),
         sample(tensor(0, dtype=torch.int64)),
+        sample(tensor(9, dtype=torch.uint8)),
     )
 
 

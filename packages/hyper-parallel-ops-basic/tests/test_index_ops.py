@@ -96,7 +96,11 @@ class TestEmbedding(Quick):
 
 class TestOneHot(Quick):
     op = F.one_hot
-    samples = (sample(tensor(2, 5, dtype=torch.int64), 7), sample(tensor(5, dtype=torch.int64)))
+    samples = (
+        sample(tensor(2, 5, dtype=torch.int64), 7),
+        sample(tensor(5, dtype=torch.int64)),
+        sample(tensor(2, 3, dtype=torch.int64)),
+    )
 
 
 def spread(value, *placements):

@@ -99,7 +99,13 @@ class TestChunk(Quick):
 
 class TestTensorSplit(Quick):
     op = torch.tensor_split
-    samples = (sample(MATRIX, 3, 1), sample(MATRIX, (1, 4)), sample(MATRIX, torch.tensor([1, 4])))
+    samples = (
+        sample(MATRIX, 3, 1),
+        sample(MATRIX, (1, 4)),
+        sample(MATRIX, torch.tensor([1, 4])),
+        sample(MATRIX, sections=2),
+        sample(MATRIX, indices=(1, 3), dim=1),
+    )
 
 
 class TestUnbind(Quick):
@@ -156,10 +162,35 @@ class TestIndexPut(Quick):
     )
 
 
+def written_in_parts(x, row):
+    """Python reads a part, changes it in place, and assigns it."""
+    x = x.clone()
+    x[0] += 1
+    x[2:] -= row
+    x[1:4, ::2] *= 2
+    x[-1] = x[1]
+    x.t()[2] += x.sum()
+    x.unsqueeze(0)[0, 3] *= row
+    x.view(2, 3, -1)[1, 1:] /= 2
+    return x
+
+
+class TestPartsWrittenTo(Quick):
+    """As ``x[2:] += 1`` is three calls, of which the last is done already where the part is a copy."""
+
+    op = written_in_parts
+    samples = (sample(tensor(6, 6), tensor(6)), sample(tensor(6, 5), tensor(5)))
+
+
 class TestMaskedScatter(Quick):
     op = torch.masked_scatter
     inplace = "masked_scatter_"
     samples = (sample(MATRIX, MASK, tensor(4, 4)), sample(tensor(3, 5, 2), ROWS[:, None], tensor(18)))
+
+
+class TestMaskedScatterWithBroadcast(Quick):
+    op = torch.masked_scatter
+    samples = (sample(tensor(1, 6), MASK, tensor(20)), sample(tensor(6), MASK, tensor(20)))
 
 
 class TestMaskedSelect(Quick):

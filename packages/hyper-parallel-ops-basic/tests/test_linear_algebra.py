@@ -119,7 +119,12 @@ class TestNuclearNorm(Few):
 
 
 def by_name(x):
-    return torch.frobenius_norm(x, [0, 1]), torch.nuclear_norm(x), torch.nuclear_norm(x, (0, 1), True)
+    return (
+        torch.frobenius_norm(x, 0),
+        torch.frobenius_norm(x, [0, 1]),
+        torch.nuclear_norm(x),
+        torch.nuclear_norm(x, (0, 1), True),
+    )
 
 
 class TestNormsByName(Few):

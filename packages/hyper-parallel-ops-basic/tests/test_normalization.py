@@ -47,6 +47,7 @@ class TestRMSNorm(OpConformance):
     samples = (
         sample(tensor(5, 6), (6,), tensor(6)),
         sample(tensor(2, 3, 5), (3, 5), eps=0.1),
+        sample(tensor(3, 6, dtype=torch.complex128), (6,), tensor(6, dtype=torch.complex128), 0.1),
     )
 
 

@@ -11,6 +11,7 @@ class Reductions(OpConformance):
 
 
 MATRIX = tensor(5, 6)
+COMPLEX = tensor(3, 5, dtype=torch.complex128)
 THIN = tensor(2, 1, 5)  # some ranks hold nothing
 
 
@@ -101,6 +102,7 @@ class TestMax(Reductions):
         sample(TIES, 1),
         sample(THIN, dim=2, keepdim=True),
         sample(NANS, 0).options(name="nan"),
+        sample(NANS).options(name="nan of all"),
         sample(tensor(5, 6, dtype=torch.int64, low=-9), 1),
         sample(MATRIX, tensor(1, 6)),
         sample(tensor(5, 2, dtype=torch.float32, grad=False)),
@@ -155,17 +157,18 @@ class TestVar(Reductions):
         sample(MATRIX, 1, False, True),
         sample(MATRIX, dim=0, correction=0.5),
         sample(tensor(5, 6, dtype=torch.float32), 0),
+        sample(COMPLEX, 0),
     )
 
 
 class TestStd(Reductions):
     op = torch.std
-    samples = (sample(MATRIX, 0), sample(MATRIX, 1, correction=0))
+    samples = (sample(MATRIX, 0), sample(MATRIX, 1, correction=0), sample(COMPLEX, 1))
 
 
 class TestVarMean(Reductions):
     op = torch.var_mean
-    samples = (sample(MATRIX), sample(MATRIX, dim=1, keepdim=True), sample(THIN, dim=0))
+    samples = (sample(MATRIX), sample(MATRIX, dim=1, keepdim=True), sample(THIN, dim=0), sample(COMPLEX))
 
 
 class TestStdMean(Reductions):
@@ -180,6 +183,8 @@ class TestLogsumexp(Reductions):
         sample(MATRIX, (0, 1)),
         sample(THIN, -1, keepdim=True),
         sample(torch.tensor([[-torch.inf, 1.0], [-torch.inf, 2.0]], dtype=torch.float64), 0).options(name="inf"),
+        sample(COMPLEX, 0),
+        sample(tensor(5, 3, dtype=torch.int64), 0),
     )
 
 
@@ -280,7 +285,13 @@ class TestCumprod(Reductions):
 
 class TestLogcumsumexp(Reductions):
     op = torch.logcumsumexp
-    samples = (sample(MATRIX, 0), sample(tensor(2, 6), 1))
+    samples = (
+        sample(MATRIX, 0),
+        sample(tensor(2, 6), 1),
+        sample(torch.tensor([0.5, -torch.inf, -torch.inf, 1.0, -torch.inf, 2.0], dtype=torch.float64), 0).options(
+            name="inf"
+        ),
+    )
 
 
 class TestCummax(Reductions):
@@ -291,9 +302,15 @@ class TestCummax(Reductions):
         sample(tensor(9, dtype=torch.int64), 0),
         sample(NANS, 0),
         sample(tensor(3, 2), 0),
+        sample(tensor(3, 2, dtype=torch.bool), 0),
     )
 
 
 class TestCummin(Reductions):
     op = torch.cummin
-    samples = (sample(MATRIX, 0), sample(tensor(9, dtype=torch.int64), 0))
+    samples = (
+        sample(MATRIX, 0),
+        sample(tensor(9, dtype=torch.int64), 0),
+        sample(tensor(9, dtype=torch.int32), 0),
+        sample(tensor(5, dtype=torch.bool), 0),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from hyper_parallel.spec import Spec
 from hyper_parallel.structures import rebuilt
 
 _MISSING = object()
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+"""Names of NumPy's that PyTorch's native functions take for their own, and these."""
 
 
 class Signature:
@@ -59,6 +62,24 @@ class Signature:
                 raise TypeError(f"got an unexpected keyword argument {name!r}")
             bound[name] = value
         return bound
+
+    def usual(self, func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of a call of ``func`` by the names that it has here: ``dim`` for NumPy's ``axis``."""
+        if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)) or _NUMPYS.keys().isdisjoint(kwargs):
+            return kwargs
+        known = self.parameters
+        return {name if name in known else _NUMPYS.get(name, name): value for name, value in kwargs.items()}
+
+    def as_read(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]] | None:
+        """The arguments of a call of ``func`` as rules read them, the first one by position; None where they are so."""
+        named = self.usual(func, kwargs)
+        if not args and self.names and self.names[0] in named:
+            first, *_ = self.names
+            args, named = (named[first],), {name: value for name, value in named.items() if name != first}
+        ordered = self.in_order(named) or named
+        return None if ordered is kwargs else (args, ordered)
 
     def in_order(self, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The keyword arguments in the operator's order; None where its tensors are in it.

@@ -37,7 +37,7 @@ from hyper_parallel.metadata import handler_of
 from hyper_parallel.op import DistributedOp, FunctionOp
 from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
 from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
-from hyper_parallel.shared_memory import note_copies, note_view
+from hyper_parallel.shared_memory import assign, note_copies, note_view
 from hyper_parallel.strategy import LayoutOp
 from hyper_parallel.structures import tensors_of
 from hyper_parallel.three_phases import ThreePhaseRule
@@ -46,6 +46,7 @@ from hyper_parallel.wrapper import new_wrapper
 __all__ = ["dispatch", "register_function"]
 
 _grad_enabled = torch.is_grad_enabled
+_SETITEM = torch.Tensor.__setitem__
 _rules: dict[Any, Any] = {}
 
 
@@ -65,8 +66,12 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
     mode = state.mode
     if mode.skip:
         return on_locals(func, args, kwargs or {})
-    if rule.inplace and isinstance(args[0], torch.Tensor) and args[0].__class__ is not DTensor:
-        return _into_plain(rule, args, kwargs or {})
+    if rule.inplace and isinstance(args[0], torch.Tensor):
+        if args[0].__class__ is not DTensor:
+            return _into_plain(rule, args, kwargs or {})
+        if func is _SETITEM and isinstance(args[2], DTensor) and args[2]._copied_by is not None:
+            target, index, value = args
+            return assign(target, index, value, partial(_call, rule, mode, args, kwargs, target))
     if kwargs and "out" in kwargs:
         return into_out(func, args, kwargs)
     return _call(rule, mode, args, kwargs, args[0] if args else None)
@@ -103,9 +108,10 @@ def _call(
     lookup = tuple(key)
     plan = rule.cache.get(lookup)
     if plan is None or not plan.ready:
-        ordered = rule.op.arguments.in_order(kwargs) if plan is None and kwargs else None  # type: ignore[attr-defined]
-        if ordered is not None:
-            return _call(rule, mode, args, ordered, source, before, copied)
+        read = rule.op.arguments.as_read(rule.func, args, kwargs) if plan is None and kwargs else None  # type: ignore[attr-defined]
+        if read is not None:
+            named_source = source if args else next(iter(read[0]), None)
+            return _call(rule, mode, read[0], read[1], named_source, before, copied)
         writes = rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at)
         if before is None and not writes and (rule.use_reduced if plan is None else plan.pending):
             reduced = with_reduced_forms(args, kwargs or {})

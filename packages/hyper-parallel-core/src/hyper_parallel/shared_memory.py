@@ -7,9 +7,12 @@ else may write to that tensor, as the copy would not change with it. Where neith
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+import torch
 
 from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dtensor import DTensor
@@ -84,17 +87,49 @@ def refuse_lost_write(root: DTensor, carried: bool) -> None:
         )
 
 
+def assign(target: DTensor, index: Any, value: DTensor, write: Callable[[], None]) -> None:
+    """``target[index] = value``, done by ``write``, where ``value`` is a redistributed copy.
+
+    If it is the copy that ``target[index]`` gave, all that was written to it is there: ``target[index] += 1`` is a
+    read, a write to what was read, and this. One of another part of ``target`` is no copy that would change: PyTorch
+    copies nothing from a tensor to itself where the parts overlap.
+    """
+    if _is_part(target, index, value) and any(ref() is value for ref in root_of(target)._copies):
+        return  # else it is being carried there
+    with _others_of(_carried_to(value)[1:], value):
+        write()
+
+
+def _is_part(target: DTensor, index: Any, value: DTensor) -> bool:
+    if value._shows is None:
+        return False
+    func, args, *_ = value._shows.args
+    return func is torch.Tensor.__getitem__ and args[0] is target and _is_same_index(index, args[1])
+
+
+def _is_same_index(index: Any, other: Any) -> bool:
+    if isinstance(index, tuple) and isinstance(other, tuple):
+        return len(index) == len(other) and all(a is b for a, b in zip(index, other, strict=True))
+    return index is other
+
+
+@contextmanager
+def _others_of(sources: Sequence[DTensor], copy: DTensor | None = None) -> Iterator[None]:
+    """Without the copies of these tensors, or without one of them."""
+    before = [source._copies for source in sources]
+    for source, copies in zip(sources, before, strict=True):
+        source._copies = () if copy is None else [ref for ref in copies if ref() is not copy]
+    try:
+        yield
+    finally:
+        for source, copies in zip(sources, before, strict=True):
+            source._copies = copies
+
+
 def carry(copy: DTensor) -> None:
     """Write a copy that was written to where it is shown; on one device it is a view of that."""
     if copy._shows is None:
         return
-    sources = _carried_to(copy)[1:]
-    copies = [source._copies for source in sources]
-    for source in sources:
-        source._copies = ()  # refuse_lost_write has looked at them
-    try:
-        with redistribute_policy("auto"):
-            copy._shows(copy)
-    finally:
-        for source, before in zip(sources, copies, strict=True):
-            source._copies = before
+    # refuse_lost_write has looked at the copies.
+    with _others_of(_carried_to(copy)[1:]), redistribute_policy("auto"):
+        copy._shows(copy)

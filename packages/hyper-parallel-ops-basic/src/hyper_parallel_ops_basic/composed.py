@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.call import Signature
 from hyper_parallel.families.overwriting import overwrite
 from hyper_parallel.op import FunctionOp, OpSummary
 
@@ -26,7 +28,8 @@ class Composed(FunctionOp):
     The in-place form copies the result into its target; ``out=`` likewise.
 
     Args:
-        module: where the function of the op's (last) name is found.
+        module: where the function is found.
+        function: its name; by default the op's (last) name.
         says: what the table of operators says, where that is more than "as its parts".
     """
 
@@ -36,14 +39,15 @@ class Composed(FunctionOp):
         communicates="that of its parts",
     )
 
-    def __init__(self, op_name: str, *, module: str, **says: str) -> None:
+    def __init__(self, op_name: str, *, module: str, function: str = "", **says: str) -> None:
         super().__init__(op_name)
-        self.module = module
+        self.module, self.function = module, function or op_name.rpartition(".")[2]
         if says:
             self.summary = OpSummary(**says)
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        composition = getattr(importlib.import_module(self.module), self.op_name.rpartition(".")[2])
+        composition = getattr(importlib.import_module(self.module), self.function)
+        kwargs = _signature(composition).usual(func, kwargs)
         if "out" in kwargs:
             kwargs = dict(kwargs)
             out = kwargs.pop("out")
@@ -51,6 +55,11 @@ class Composed(FunctionOp):
         if func.__name__.endswith("_") and not func.__name__.startswith("__"):
             return overwrite(args[0], lambda old: composition(old, *args[1:], **kwargs))
         return composition(*args, **kwargs)
+
+
+@cache
+def _signature(composition: Callable[..., Any]) -> Signature:
+    return Signature(", ".join(inspect.signature(composition).parameters))
 
 
 class TorchBody(FunctionOp):

@@ -123,8 +123,8 @@ def diagflat(input: Tensor, offset: int = 0) -> Tensor:
 def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     rows = F.pad(input, (max(-offset, 0), max(offset, 0))).unsqueeze(-1)
     size = rows.shape[-2]
-    kept = torch.ones(size, size, dtype=torch.bool, device=input.device).tril(offset).triu(offset)
-    out = torch.where(plain_like(input, kept), rows, 0)
+    beside = ~torch.ones(size, size, dtype=torch.bool, device=input.device).tril(offset).triu(offset)
+    out = rows.masked_fill(plain_like(input, beside), 0)
     return out.movedim((-2, -1), (dim1, dim2)).contiguous()
 
 
@@ -167,7 +167,7 @@ def slice_scatter(
 
 
 def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    norms = norm_except_dim(input, p, dim)
+    norms = norm_except_dim(input, p, dim % input.ndim)  # to which -1 would mean no dim
     return (input * torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)).contiguous()
 
 
@@ -254,6 +254,8 @@ def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     if dim is None:
         return take(input, indices.reshape(-1))
+    if input.ndim != indices.ndim:
+        raise RuntimeError(f"take_along_dim: input has {input.ndim} dims and indices {indices.ndim}, expected as many")
     dim %= input.ndim
     both = zip(input.shape, indices.shape, strict=True)
     sizes = [1 if d == dim else max(a, b) if 0 not in (a, b) else 0 for d, (a, b) in enumerate(both)]
@@ -304,6 +306,7 @@ def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6,
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    x1, x2 = torch.broadcast_tensors(x1, x2)
     lengths = [torch.linalg.vector_norm(x, 2, dim, keepdim=True).clamp_min(eps) for x in (x1, x2)]
     return ((x1 / lengths[0]) * (x2 / lengths[1])).sum(dim)
 

@@ -36,7 +36,7 @@ class Extreme(Reduction):
         communicates="none; where a gradient or the index is needed 1 or 2 all-reduces | 1 of the number of ties",
     )
 
-    signature = "input, dim=None, keepdim=False, *, other=None, axis=None, keepdims=None"
+    signature = "input, dim=None, keepdim=False, *, other=None"
 
     def __init__(self, op_name: str, *, op: str, indices: bool = False) -> None:
         super().__init__(op_name)
@@ -88,7 +88,7 @@ class Extreme(Reduction):
             shape = tuple(call.inputs[0].shape)
             return lambda x, *a, **k: found(_ExtremeAlong.apply(x, over, shape, dims[0], keep, op))
         if call.needs_grad[0]:
-            return lambda x, *a, **k: _Extreme.apply(x, over, dims, keep, op)
+            return lambda x, *a, **k: _Extreme.apply(x, over, dims, keep, op, self.indices)
         return lambda x, *a, **k: local_extreme(x, dims, keep, op)
 
 
@@ -162,7 +162,7 @@ class MinMax(Reduction):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if inside:
-                low, high = (_Extreme.apply(x, over, dims, keep, op) for op in ("min", "max"))
+                low, high = (_Extreme.apply(x, over, dims, keep, op, False) for op in ("min", "max"))
             else:
                 low, high = (local_extreme(x, dims, keep, op) for op in ("min", "max"))
             return torch.return_types.aminmax((low, high))
@@ -225,30 +225,37 @@ def _flat_index(flat: torch.Tensor, local: Sequence[int], layout: Layout, shape:
     return found
 
 
-def tie_share(x: torch.Tensor, best: torch.Tensor, over: OverAxes, dims: tuple[int, ...]) -> torch.Tensor:
-    """Each element's part of the gradient of the extreme ``best``: 1 over the number of ties, or 0. One all-reduce."""
-    mask = x.detach() == best.detach()
+def tie_share(
+    x: torch.Tensor, best: torch.Tensor, over: OverAxes, dims: tuple[int, ...], *, nans: bool = False
+) -> torch.Tensor:
+    """Each element's part of the gradient of the extreme ``best``: 1 over the number of ties, or 0. One all-reduce.
+
+    Args:
+        nans: whether the NaNs share the gradient of NaN. Otherwise all of it is NaN.
+    """
+    x, best = x.detach(), best.detach()
+    mask = _same(x, best) if nans else x == best
     return mask / over.sum(mask.sum(dims, keepdim=True)).to(x.dtype)
 
 
 class _Extreme(torch.autograd.Function):
-    """``amax`` over sharded dims; equal elements share the gradient, as in PyTorch."""
+    """``amax`` over sharded dims; equal elements share the gradient, as in PyTorch (of ``max()`` the NaNs too)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, over: OverAxes, dims: tuple[int, ...], keepdim: bool, op: str
+        ctx: Any, x: torch.Tensor, over: OverAxes, dims: tuple[int, ...], keepdim: bool, op: str, nans: bool
     ) -> torch.Tensor:
         best = over.extreme(local_extreme(x, dims, keepdim, op), op)
         ctx.save_for_backward(x, best)
-        ctx.args = (over, dims, keepdim)
+        ctx.args = (over, dims, keepdim, nans)
         return best
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, best = ctx.saved_tensors
-        over, dims, keepdim = ctx.args
-        share = tie_share(x, unfold(best, dims, keepdim), over, dims)
-        return over.vary(unfold(grad, dims, keepdim)) * share, None, None, None, None
+        over, dims, keepdim, nans = ctx.args
+        share = tie_share(x, unfold(best, dims, keepdim), over, dims, nans=nans)
+        return over.vary(unfold(grad, dims, keepdim)) * share, None, None, None, None, None
 
 
 class _ExtremeAlong(torch.autograd.Function):

@@ -46,7 +46,7 @@ class Cat(StrategyOp):
         communicates="joined dim that several axes shard: 1 all-to-all of the elements that change rank | the same",
     )
 
-    signature = "tensors, dim=0, *, axis"
+    signature = "tensors, dim=0"
 
     def __init__(self, op_name: str, *, at_least: int = 1, dim: int | None = None) -> None:
         super().__init__(op_name)
@@ -99,7 +99,7 @@ class Cat(StrategyOp):
             range(len(shapes))
         )
         ndim = max(self.at_least, max(len(shapes[i]) for i in joined))
-        given = call.arg("dim", call.arg("axis", 0)) if self.fixed is None else min(self.fixed, ndim - 1)
+        given = call.arg("dim", 0) if self.fixed is None else min(self.fixed, ndim - 1)
         return ndim, normal_dim(given, ndim), joined
 
     @staticmethod
@@ -145,11 +145,11 @@ class Stack(StrategyOp):
         pending="passes when all are pending alike",
     )
 
-    signature = "tensors, dim=0, *, axis"
+    signature = "tensors, dim=0"
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         ndim = len(call.inputs[0].shape)
-        dim = normal_dim(call.arg("dim", call.arg("axis", 0)), ndim + 1)
+        dim = normal_dim(call.arg("dim", 0), ndim + 1)
         for d in range(ndim):
             yield Strategy([S(d)] * len(call.inputs), S(d + (d >= dim)))
         yield from pending_rows(call)

@@ -142,7 +142,7 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        out, scale = ctx.saved_tensors
+        out, scale = (saved.conj() for saved in ctx.saved_tensors)
         over, dims, count, centred = ctx.args
         terms = [(grad * out).sum(dims, keepdim=True)]
         if centred:

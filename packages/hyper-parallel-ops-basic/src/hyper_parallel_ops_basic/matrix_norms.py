@@ -22,7 +22,7 @@ def norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, 
 
 
 def frobenius_norm(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return torch.linalg.vector_norm(input, 2, dim or None, keepdim)
+    return torch.linalg.vector_norm(input, 2, dim if isinstance(dim, int) or dim else None, keepdim)
 
 
 def nuclear_norm(input: Tensor, dim: Any = (-2, -1), keepdim: bool = False) -> Tensor:

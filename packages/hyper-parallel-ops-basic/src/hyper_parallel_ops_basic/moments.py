@@ -55,7 +55,8 @@ class Moments(Reduction):
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             spread, mean = variance(x, over, dims, count, _correction(bind((x, *args), kwargs)), keep)
             found = _root(spread) if root else spread
-            return (found.to(x.dtype), mean.to(x.dtype)) if both else found.to(x.dtype)
+            found = found.to(x.dtype.to_real())
+            return (found, mean.to(x.dtype)) if both else found
 
         return local
 
@@ -90,7 +91,8 @@ def variance(
     """Variance and mean over ``dims``, of which ``over`` shards some; ``count`` is the global number of elements."""
     x = wide(x)
     mean = over.sum(x.sum(dims, keepdim=True), varying=True) / count
-    squares = (x - mean).square().sum(dims, keepdim=keepdim)
+    away = x - mean
+    squares = (away * away.conj()).real.sum(dims, keepdim=keepdim)
     # Fewer elements than the correction: inf or nan, as PyTorch gives.
     spread = over.sum(squares) / max(count - correction, 0)
     shown = mean if keepdim else mean.squeeze(dims)

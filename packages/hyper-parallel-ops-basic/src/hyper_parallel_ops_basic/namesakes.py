@@ -19,8 +19,8 @@ class Namesake(FunctionOp):
     """A native function that takes the arguments of one of ``torch.nn.functional`` in another order.
 
     Args:
-        signature: the parameters of the native function by the names that the other has; ``_`` stands for one that it
-            has not. A reduction is a number there, and none when it is not given.
+        signature: the parameters of the native function by the names that the other has; beside them ``cudnn_enabled``,
+            which only chooses a kernel. A reduction is a number there, and none when it is not given.
         function: name of the other function, where it is not the same.
     """
 
@@ -36,7 +36,7 @@ class Namesake(FunctionOp):
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self.arguments.bind(args, kwargs)
-        given.pop("_", None)
+        given.pop("cudnn_enabled", None)
         if "reduction" in self.arguments.parameters:
             given["reduction"] = _REDUCTIONS[given.get("reduction", 0)]
         return getattr(F, self.function)(**given)

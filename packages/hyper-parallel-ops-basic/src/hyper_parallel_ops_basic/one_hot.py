@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import comm
-from hyper_parallel.call import Call
+from hyper_parallel.call import Call, Solution
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.op import FunctionOp, OpSummary
@@ -47,7 +47,7 @@ def number_of_classes(ids: DTensor) -> int:
     if not ids.numel():
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
     local, layout = ids.to_local(), ids.layout
-    largest = local.max() if local.numel() else local.new_full((), -1)
+    largest = local.max().long() if local.numel() else torch.full((), -1, device=local.device)
     axes = tuple(a for a, p in enumerate(layout.placements) if not isinstance(p, Replicate))
     if axes:
         comm.all_reduce(largest, layout.info.group(axes), "max")
@@ -64,3 +64,9 @@ class OneHotOf(StrategyOp):
     def strategies(self, call: Call) -> Iterable[Strategy]:
         for d in range(len(call.inputs[0].shape)):
             yield Strategy([S(d)], S(d))
+
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        # On meta tensors PyTorch keeps the order of the ids' dims in memory, elsewhere not.
+        solution.meta = lambda ids, classes: ids.new_empty((*ids.shape, classes))
+        return solution

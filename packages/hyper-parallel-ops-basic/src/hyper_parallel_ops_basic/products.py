@@ -27,7 +27,9 @@ ger = outer
 
 def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = alpha * outer(vec1, vec2)
-    return product if beta == 0 else beta * input + product
+    out = product if beta == 0 else beta * input + product
+    # Of booleans the numbers make integers.
+    return out.to(torch.promote_types(input.dtype, torch.promote_types(vec1.dtype, vec2.dtype)))
 
 
 def inner(input: Tensor, other: Tensor) -> Tensor:
@@ -73,6 +75,11 @@ def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
         dim = next(d for d, n in enumerate(input.shape) if n == 3)
     first, second = (torch.broadcast_tensors(input, other)) if input.shape != other.shape else (input, other)
     return first.roll(-1, dim) * second.roll(-2, dim) - first.roll(-2, dim) * second.roll(-1, dim)
+
+
+def cross_of_last(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
+    """``torch.linalg.cross``; ``torch.cross`` takes the first dim of size 3."""
+    return cross(input, other, dim)
 
 
 def chain_matmul(*matrices: Tensor) -> Tensor:

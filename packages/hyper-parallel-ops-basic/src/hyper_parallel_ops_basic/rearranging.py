@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution, normal_dim
+from hyper_parallel.call import Call, Signature, Solution, normal_dim
 from hyper_parallel.conversion import remembered
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
@@ -89,7 +89,7 @@ class Repeat(StrategyOp):
         communicates="repeated dim that several axes shard: 1 all-to-all of the elements that change rank | the same",
     )
 
-    signature = "input, *sizes"
+    signature = "input, *sizes, repeats, dims"
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         spec = call.inputs[0]
@@ -133,13 +133,16 @@ class Repeat(StrategyOp):
     @staticmethod
     def times(call: Call) -> list[int]:
         """How often each dimension of the result repeats that of the tensor."""
-        given = [int(n) for n in call.bound.get("sizes") or call.kwargs.get("repeats") or call.kwargs.get("dims") or ()]
+        given = [int(n) for n in call.arg("sizes") or call.arg("repeats") or call.arg("dims") or ()]
         return [1] * (len(call.inputs[0].shape) - len(given)) + given
 
 
 def repeated(input: torch.Tensor, repeats: Any, dim: int, output_size: int | None) -> torch.Tensor:
     """``torch.repeat_interleave`` with the size of the result known."""
     return torch.repeat_interleave(input, repeats, dim, output_size=output_size)
+
+
+_REPEATS = Signature("input, repeats, dim, output_size")
 
 
 class RepeatInterleave(FunctionOp):
@@ -156,12 +159,13 @@ class RepeatInterleave(FunctionOp):
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._run(*args, **kwargs)
+        return self._run(*args, **_REPEATS.usual(func, kwargs))
 
     @staticmethod
-    def _run(input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> Any:
-        if repeats is None:
-            input, repeats = torch.ones_like(input).cumsum(0) - 1, input
+    def _run(input: Any = None, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> Any:
+        if input is None or repeats is None:  # the one tensor given has the repeats
+            repeats = input if repeats is None else repeats
+            input = torch.ones_like(repeats).cumsum(0) - 1
         if dim is None:
             input, dim = input.flatten(), 0
         if isinstance(repeats, DTensor):

@@ -75,7 +75,22 @@ class Scan(StrategyOp):
         def scan_in_place(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             return overwrite(x, lambda old: scan(old, *args, **kwargs))
 
+        if self.total is torch.logsumexp:
+            return _with_zeros(scan)
         return scan_in_place if call.inplace else scan
+
+
+def _with_zeros(scan: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``scan`` of logarithms, with the smallest number for that of 0: the gradient of a join of two ``-inf`` is NaN."""
+
+    def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not x.is_floating_point():
+            return scan(x, *args, **kwargs)
+        least = torch.finfo(x.dtype).min
+        out = scan(x.masked_fill(x == -torch.inf, least), *args, **kwargs)
+        return out.masked_fill(out == least, -torch.inf)
+
+    return local
 
 
 class RunningExtreme(StrategyOp):
@@ -123,11 +138,11 @@ class RunningExtreme(StrategyOp):
             if len(own):
                 last, last_index = values.narrow(dim, -1, 1), indices.narrow(dim, -1, 1)
             else:  # no element, which no other loses to
-                last = values.sum(dim, keepdim=True) + neutral(x.dtype, op)
+                last = (values.sum(dim, keepdim=True) + neutral(x.dtype, op)).to(x.dtype)
                 last_index = torch.full_like(last, -1, dtype=torch.int64)
             totals, total_indices = over.gather(last, varying=True), over.gather(last_index)
             if not earlier:
-                nothing = totals[torch.tensor(earlier, dtype=torch.int64, device=x.device)].sum(0)
+                nothing = totals[torch.tensor(earlier, dtype=torch.int64, device=x.device)].sum(0).to(x.dtype)
                 return pair((values + nothing, indices))
             best, best_index = totals[earlier[0]], total_indices[earlier[0]]
             for rank in earlier[1:]:

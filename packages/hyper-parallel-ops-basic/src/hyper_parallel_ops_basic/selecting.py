@@ -44,6 +44,8 @@ class NonZero(LayoutOp):
 class Where(Elementwise):
     """``where(condition, a, b)``; with a condition alone it is ``nonzero`` as a tuple."""
 
+    signature = "condition, input, other"
+
     def __init__(self, op_name: str) -> None:
         super().__init__(op_name)
         self.summary = OpSummary(

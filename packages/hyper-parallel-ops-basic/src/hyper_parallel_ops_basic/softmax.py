@@ -39,6 +39,8 @@ class Softmax(StrategyOp):
         ),
     )
 
+    signature = "input, dim, _stacklevel, dtype"
+
     def __init__(self, op_name: str, *, log: bool = False, sign: int = 1) -> None:
         super().__init__(op_name)
         self.log, self.sign = log, sign
@@ -79,13 +81,13 @@ class Softmax(StrategyOp):
 def shifted(
     x: torch.Tensor, over: OverAxes, dim: int | tuple[int, ...], *, finite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` in at least float32 less the maximum over the ranks, and that maximum.
+    """``x`` in at least float32 less the maximum over the ranks (of complex numbers' real parts), and that maximum.
 
     Args:
         finite: take 0 for an infinite maximum. Otherwise what has one is NaN, as a softmax of it is.
     """
     dims = (dim,) if isinstance(dim, int) else dim
-    top = over.extreme(local_extreme(x, dims, True, "max"), "max")
+    top = over.extreme(local_extreme(x.real, dims, True, "max"), "max")
     if finite:
         top = torch.where(top.isinf(), 0, top)
     if x.dtype in LOW:
@@ -157,8 +159,10 @@ class LogSumExp(Reduction):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             x = widened(x)
-            lower, top = shifted(x if x.is_floating_point() else x.float(), over, dims, finite=True)
+            if not (x.is_floating_point() or x.is_complex()):
+                x = x.to(torch.get_default_dtype())
+            lower, top = shifted(x, over, dims, finite=True)
             total = over.sum(lower.exp().sum(dims, keepdim=True)).log() + top.detach()
-            return (total if keep else total.squeeze(dims)).to(x.dtype if x.is_floating_point() else total.dtype)
+            return (total if keep else total.squeeze(dims)).to(x.dtype)
 
         return local

@@ -42,7 +42,8 @@ class Split(LayoutOp):
     makes_views = True
 
     signature = (
-        "input, sizes=None, dim=0, *, split_size_or_sections, split_size, split_sizes, chunks, indices_or_sections"
+        "input, sizes=None, dim=0, *, split_size_or_sections, split_size, split_sizes, chunks, sections, indices, "
+        "indices_or_sections"
     )
 
     def __init__(self, op_name: str, *, dim: int | None = None) -> None:

@@ -26,11 +26,11 @@ class Reduction(StrategyOp):
     or Replicate when the local function reduces inside (see :meth:`over`).
     """
 
-    signature = "input, dim=None, keepdim=False, *, dtype=None, axis=None, keepdims=None"
+    signature = "input, dim=None, keepdim=False, *, dtype=None"
 
     def given_dims(self, call: Call) -> Any:
         """``dim`` as it was written; None where it was not."""
-        return call.arg("dim", call.arg("axis"))
+        return call.arg("dim")
 
     def folded(self, call: Call) -> tuple[int, ...]:
         """The folded dims, ascending; no ``dim`` (or an empty one) means all of them."""
@@ -42,7 +42,7 @@ class Reduction(StrategyOp):
 
     def keepdim(self, call: Call) -> bool:
         """Whether folded dims stay, with size 1."""
-        return bool(call.arg("keepdim", call.arg("keepdims", False)))
+        return bool(call.arg("keepdim", False))
 
     def output_shapes(self, call: Call) -> Sequence[tuple[int, ...]] | None:
         shape, folded, keep = call.inputs[0].shape, self.folded(call), self.keepdim(call)

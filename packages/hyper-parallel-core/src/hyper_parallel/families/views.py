@@ -32,6 +32,8 @@ class Reshape(LayoutOp):
         whole="shards that fall between bounds of the new dims: no layout describes the result",
     )
 
+    signature = "input"
+
     # view_as and reshape_as read only the shape of the second tensor.
     uncounted = (1,)
     makes_views = True
@@ -181,7 +183,8 @@ def _arguments(call: Call, *names: str) -> list[Any]:
 
 
 def _swap(call: Call, ndim: int) -> list[int]:
-    a, b = (normal_dim(d, ndim) for d in _arguments(call, "dim0", "dim1"))
+    kind = "axis" if call.name.startswith("swapaxes") else "dim"
+    a, b = (normal_dim(d, ndim) for d in _arguments(call, f"{kind}0", f"{kind}1"))
     order = list(range(ndim))
     if order:
         order[a], order[b] = order[b], order[a]
@@ -229,6 +232,8 @@ class Expand(LayoutOp):
         "every dim; one of size 1 that grows leaves a pending sum (bool: max)",
         pending="passes, of any kind",
     )
+
+    signature = "input"
 
     uncounted = (1,)
     makes_views = True
