@@ -147,6 +147,16 @@ class TestFusionAttention(Quick):
             tensor(7, 4, 2), tensor(7, 4, 2), tensor(7, 4, 2), "TND",
             actual_seq_qlen=(3, 7), actual_seq_kvlen=(3, 7), sparse_mode=2, sink=tensor(4),
         ).options(name="packed_sequences_and_sink"),
+        sample(
+            tensor(7, 4, 2), tensor(9, 2, 2), tensor(9, 2, 2), "TND",
+            actual_seq_qlen=(3, 3, 7), actual_seq_kvlen=(3, 5, 9), sparse_mode=3,
+        ).options(name="packed_sequences_causal"),
+        sample(tensor(2, 5, 4, 2), tensor(2, 6, 4, 2), tensor(2, 6, 4, 2), "BSND", sparse_mode=3).options(
+            name="more_keys_causal"
+        ),
+        sample(
+            tensor(7, 4, 2), tensor(7, 4, 2), tensor(7, 4, 2), "TND", actual_seq_qlen=(2, 7), actual_seq_kvlen=(2, 7),
+        ),
     )  # fmt: skip
 
 
@@ -184,9 +194,21 @@ def test_queries_stay_sharded_where_the_masks_say_what_they_see():
     assert [o.placements[0] for o in got[:4]] == [Shard(1), Shard(2), Shard(2), Replicate()]
     want = npu.npu_fusion_attention(q, k, k, 4, "BSND", atten_mask=mask, scale=0.5)
     torch.testing.assert_close(got[0].full_tensor(), want[0])
-    for causal in ({"sparse_mode": 3}, {"next_tockens": 0}):
+    for counted_from_all in ({"sparse_mode": 2}, {"next_tockens": 0}):
         with pytest.raises(ValueError, match="no strategy takes"):
-            npu.npu_fusion_attention(*args, 4, "BSND", scale=0.5, **causal)
+            npu.npu_fusion_attention(*args, 4, "BSND", scale=0.5, **counted_from_all)
+
+
+@pytest.mark.ranks(4)
+def test_packed_tokens_gather_keys_and_values():
+    q, ends = torch.randn(7, 4, 2), (3, 7)
+    lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, "sparse_mode": 3, "scale": 0.5}
+    want = npu.npu_fusion_attention(q, q, q, 4, "TND", **lengths)[0]
+    x = spread(q, Shard(0))
+    got, collectives = counted(lambda: npu.npu_fusion_attention(x, x.clone(), x.clone(), 4, "TND", **lengths))
+    assert collectives == {"all_gather": 2}
+    assert got[0].placements == (Shard(0),)
+    torch.testing.assert_close(got[0].full_tensor(), want)
 
 
 @pytest.mark.ranks(4)

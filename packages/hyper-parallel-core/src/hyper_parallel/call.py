@@ -24,7 +24,8 @@ _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1
 class Signature:
     """Parameter names of an operator, e.g. ``"input, dim, index, *, out=None"``; ``=value`` marks optional ones.
 
-    A literal ``*name`` takes the remaining positional arguments as a tuple (``view(*shape)``).
+    A literal ``*name`` takes the remaining positional arguments as a tuple (``view(*shape)``); ``**name`` lets keyword
+    arguments pass that the rule does not know.
     """
 
     def __init__(self, text: str) -> None:
@@ -32,9 +33,13 @@ class Signature:
         self.parameters: list[str] = []
         self.keyword_only: list[str] = []
         self.rest: str | None = None
+        self.open = False
         target = self.names
         for part in filter(None, (p.strip() for p in text.split(","))):
             name = part.split("=")[0].strip()
+            if name.startswith("**"):
+                self.open = True
+                continue
             if name == "*":
                 target = self.keyword_only
             elif name.startswith("*"):
@@ -58,7 +63,7 @@ class Signature:
             raise TypeError(f"takes {len(self.names)} positional arguments ({', '.join(self.names)}), got {len(args)}")
         known = {*self.names, *self.keyword_only, *([self.rest] if self.rest else ())}
         for name, value in kwargs.items():
-            if name not in known:
+            if name not in known and not self.open:
                 raise TypeError(f"got an unexpected keyword argument {name!r}")
             bound[name] = value
         return bound

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel import function_names
 from hyper_parallel.errors import MissingOpError, PluginError
+from hyper_parallel.foreign_functions import serve_apply
 from hyper_parallel.function_index import FunctionIndex
 from hyper_parallel.function_names import Function
 from hyper_parallel.op_entry import USER, OpEntry, is_building
@@ -195,6 +196,8 @@ class Registry:
         rivals = self._entries.setdefault(entry.name, [])
         rivals[:] = [rival for rival in rivals if not entry.supersedes(rival)]
         rivals.append(entry)
+        if entry.name.endswith(".apply"):
+            serve_apply(entry.name)
         self._functions = None
         self._changed()
 

@@ -112,7 +112,7 @@ class Attention(StrategyOp):
         shape, key_shape = tuple(call.spec("query").shape), tuple(call.spec("key").shape)
         shared = frozenset(key.shard_order[-2]) & frozenset(query.shard_order[-2])
         seen = key.with_placements(dict.fromkeys(shared, Replicate()))  # what of the keys this rank looks at
-        gathers = [_gathering(targets[at[n]], shared, tuple(call.spec(n).shape)) for n in ("key", "value")]
+        gathers = [gathering(targets[at[n]], shared, tuple(call.spec(n).shape)) for n in ("key", "value")]
         over = OverAxes(seen, [len(key_shape) - 2])
         causal = bool(call.arg("is_causal")) and bool(query.shard_order[-2] or seen.shard_order[-2])
         heads = self._heads(call, targets, at) if call.arg("enable_gqa") else None
@@ -173,7 +173,7 @@ def _causal_rows(given: dict[str, Any], query: _Placed, key: _Placed) -> torch.T
     return rows.unsqueeze(1) >= columns
 
 
-def _gathering(layout: Layout, axes: frozenset[int], shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+def gathering(layout: Layout, axes: frozenset[int], shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Function that makes this rank's keys (or values) whole over some axes, for queries of its own."""
     whole = layout.with_placements(dict.fromkeys(axes, Replicate()))
     return lambda x: transition(x, (layout, NOT_VARYING), (whole, axes), shape)

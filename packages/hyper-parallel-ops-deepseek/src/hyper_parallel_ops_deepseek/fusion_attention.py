@@ -1,42 +1,39 @@
-"""``npu_fusion_attention``: batch and heads sharded, with the number of heads of this rank."""
+"""``npu_fusion_attention``: samples, heads and queries sharded, with the number of heads of this rank."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.over_axes import global_indices
+from hyper_parallel.call import Call
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import PackedShard, Placement
-from hyper_parallel.strategy import R, S, Strategy, StrategyOp
+from hyper_parallel.placements import Placement
+from hyper_parallel.strategy import R, S
+from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention, end_of_keys
 
 from .reference import npu_fusion_attention
 
 __all__ = ["FusionAttention"]
 
-_QKV = ("query", "key", "value")
+_LOWER_RIGHT = 3  # sparse_mode in which the last query sees the last key, and nobody sees further than its place
 
 
-class FusionAttention(StrategyOp):
+class FusionAttention(KernelAttention):
     """``npu_fusion_attention`` with any ``input_layout``.
 
-    - Batch: with the masks that have one. Not with sequence lengths, which are those of the whole batch.
-    - Heads: those of key and value go along where every rank gets whole groups; otherwise, where heads are a dim of
-      their own, key and value stay whole and each rank takes what its query heads need.
-    - Queries, with the rows of the masks, where the masks say all; the kernel counts the rows of a causal mode itself.
-    - With dropout only whole tensors: the kernel draws on its own, and not what one device would draw.
+    With dropout only whole tensors: the kernel draws on its own, and not what one device would draw.
     """
 
     summary = OpSummary(
         "samples with their masks, heads (grouped ones too; key and value heads alike, or whole), queries with their "
-        "rows of the masks",
-        whole="keys and values: a softmax goes over all of them; queries of causal modes and bands, which the kernel "
-        "counts from the first or last of all; samples and queries with sequence lengths; everything with dropout, "
-        "which the kernel draws on its own",
+        "rows of the masks, queries and packed tokens that see all keys or those up to their own place (sparse_mode 3)",
+        communicates=(
+            "keys sharded like the queries: an all-gather of keys and one of values | 2 reduce-scatters; else none"
+        ),
+        whole="features; keys of whole queries; queries of other causal modes and bands, which the kernel counts from "
+        "the first or last of all; samples with sequence lengths; everything with dropout, which the kernel draws on "
+        "its own",
     )
 
     signature = (
@@ -47,107 +44,91 @@ class FusionAttention(StrategyOp):
     )
     floats_matter = True  # whether there is dropout
 
-    def __init__(self, op_name: str, *, by_head: bool = True) -> None:
-        super().__init__(op_name)
-        self.by_head = by_head
-
-    def solve(self, call: Call) -> Solution:
-        solution = super().solve(call)
-        query, key = (solution.targets[call.position(name)] for name in _QKV[:2])
-        d = head_dim(call.arg("input_layout"))
-        if key.shard_order[d] and not self._whole_groups(call, query.shard_order[d]):
-            # Chosen axis by axis, more of them than the heads allow together.
-            without = copy.copy(self)
-            without.by_head = False
-            return without.solve(call)
-        return solution
-
-    @staticmethod
-    def _whole_groups(call: Call, axes: Iterable[int]) -> bool:
-        """Whether every rank of these axes gets the key heads of its query heads, when both are sharded."""
-        letters = call.arg("input_layout")
-        ways = math.prod(call.info.shape[a] for a in axes)
-        heads, groups = head_counts(call, letters)
-        return ("N" in letters and heads == groups) or heads % ways == groups % ways == 0
-
-    def num_outputs(self, call: Call) -> int:
-        return 4
-
-    def strategies(self, call: Call) -> Iterable[Strategy]:
+    def form(self, call: Call) -> Form | None:
         if call.arg("keep_prob", 1.0) < 1:
-            return
-        letters = call.arg("input_layout")
-        if "B" in letters and call.arg("actual_seq_qlen") is None and call.arg("prefix") is None:
-            d = letters.index("B")
-            yield Strategy(dict.fromkeys(_QKV, S(d)) | self._masks(call, 0), [S(d), S(0), S(0), R])
-        if "S" in letters and self._by_masks_alone(call):
-            d = letters.index("S")
-            queries = call.spec("query").shape[d]
-            yield Strategy({"query": S(d)} | self._masks(call, -2, queries), [S(d), S(2), S(2), R])
-        if self.by_head:
-            yield from self._head_rows(call, letters)
+            return None
+        letters, count = call.arg("input_layout"), int(call.arg("head_num"))
+        query, key = call.spec("query").shape, call.spec("key").shape
+        fused = "N" not in letters
+        heads = letters.index("H" if fused else "N") - len(letters)
+        whole_batch = "B" not in letters or call.arg("actual_seq_qlen") is not None or call.arg("prefix") is not None
+        return Form(
+            "query",
+            ("key", "value"),
+            batch=None if whole_batch else letters.index("B"),
+            rows=_row_dim(letters) if self._may_be_cut(call) else None,
+            heads=heads,
+            counts=(count, key[heads] * count // query[heads] if fused else key[heads]),
+            fused=fused,
+        )
 
     @staticmethod
-    def _by_masks_alone(call: Call) -> bool:
-        """Whether which keys a query sees does not depend on its place among the queries."""
-        every = max(call.spec(name).shape[call.arg("input_layout").index("S")] for name in _QKV[:2])
-        bands = (call.arg(name, every) for name in ("pre_tockens", "next_tockens"))
-        mode = call.arg("sparse_mode", 0)
-        lengths = (call.arg(name) for name in ("actual_seq_qlen", "actual_seq_kvlen", "prefix", "padding_mask"))
-        return all(n is None for n in lengths) and (mode == 1 or (mode == 0 and min(bands) >= every))
+    def _may_be_cut(call: Call) -> bool:
+        """Whether a part of the queries can do with its rows of the masks, or with the keys up to some place."""
+        letters, mode = call.arg("input_layout"), call.arg("sparse_mode", 0)
+        packed, masks = "T" in letters, [call.arg(name) is not None for name in ("pse", "atten_mask")]
+        lengths = [call.arg(name) is not None for name in ("actual_seq_qlen", "actual_seq_kvlen")]
+        if any(call.arg(name) is not None for name in ("prefix", "padding_mask")) or any(lengths) != packed:
+            return False
+        if mode == _LOWER_RIGHT:
+            return not masks[0]  # the mask that the kernel wants then is the same for all
+        longest = max(call.spec(name).shape[_row_dim(letters)] for name in ("query", "key"))
+        bands = [call.arg(name, longest) for name in ("pre_tockens", "next_tockens")]
+        return (mode == 1 or (mode == 0 and min(bands) >= longest)) and not (packed and any(masks))
 
-    def _masks(self, call: Call, d: int, size: int | None = None) -> dict[str, Placement]:
+    def beside(self, call: Call, part: str) -> dict[str, Placement]:
         """Masks ``[batch, heads, queries, keys]`` follow where they are not broadcast; those of queries and keys alone
         have no batch nor heads."""
         found = {name: call.index(name) for name in ("pse", "atten_mask")}
         shapes = {name: call.inputs[i].shape for name, i in found.items() if i is not None}
-        own = {name: (d % len(shape), shape) for name, shape in shapes.items() if d < 0 or len(shape) == 4}
-        return {name: S(at) for name, (at, shape) in own.items() if shape[at] != 1 and size in (None, shape[at])}
+        if part == "rows":
+            queries = call.spec("query").shape[_row_dim(call.arg("input_layout"))]
+            own = call.arg("sparse_mode", 0) != _LOWER_RIGHT
+            return {name: S(len(shape) - 2) for name, shape in shapes.items() if own and shape[-2] == queries != 1}
+        d = ("batch", "heads").index(part)
+        masks: dict[str, Placement] = {n: S(d) for n, shape in shapes.items() if len(shape) == 4 and shape[d] != 1}
+        return masks | ({"sink": S(0)} if part == "heads" and call.index("sink") is not None else {})
 
-    def _head_rows(self, call: Call, letters: str) -> Iterable[Strategy]:
-        d = head_dim(letters)
-        specs = [call.spec(name) for name in _QKV]
-        axes = {a for spec in specs for a in spec.layout.shard_order[d]}
-        if any(isinstance(spec.layout.placements[a], PackedShard) for spec in specs for a in axes):
-            return
-        masks = self._masks(call, 1) | ({"sink": S(0)} if call.index("sink") is not None else {})
-        outputs = [S(d), S(1), S(1), R]
-        if self._whole_groups(call, axes):
-            yield Strategy(dict.fromkeys(_QKV, S(d)) | masks, outputs)
-        elif "N" in letters and not any(spec.layout.shard_order[d] for spec in specs[1:]):
-            yield Strategy({"query": S(d), **masks}, outputs)
+    def num_outputs(self, call: Call) -> int:
+        return 4
 
-    def local_function(
-        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
-    ) -> Callable[..., Any] | None:
-        if all(layout.is_replicated() for layout in targets):
-            return None
+    def outputs(self, call: Call, part: str) -> Sequence[Placement]:
         letters = call.arg("input_layout")
-        query, key = (targets[call.position(name)] for name in ("query", "key"))
-        d, shape = head_dim(letters), tuple(call.spec("query").shape)
-        heads, groups = head_counts(call, letters)
-        takes_heads = bool(query.shard_order[d]) and not key.shard_order[d]
-        func, arguments = call.func, self.arguments
+        letter = {"batch": "B", "rows": letters[_row_dim(letters)], "heads": "N" if "N" in letters else "H"}[part]
+        statistics = ("rows", "heads") if "T" in letters else ("batch", "heads", "rows")
+        of_them = S(statistics.index(part))
+        return [S(letters.index(letter)), of_them, of_them, R]
 
-        def local(*args: Any, **kwargs: Any) -> Any:
-            given = arguments.bind(args, kwargs)
-            given["head_num"] = heads * given["query"].shape[d] // shape[d]
-            if takes_heads:
-                own = global_indices(query, shape, d, given["query"].device) // (heads // groups)
-                given |= {name: given[name].index_select(d, own) for name in ("key", "value")}
-            # Kernels do not take nothing; the definition does.
-            return (func if given["query"].numel() else npu_fusion_attention)(**given)
+    def localised(self, call: Call) -> Callable[[Arguments, int, int], None]:
+        letters, looks_back = call.arg("input_layout"), call.arg("sparse_mode", 0) == _LOWER_RIGHT
+        d = _row_dim(letters)
+        ahead = call.spec("key").shape[d] - call.spec("query").shape[d]  # the last query sees the last key
 
-        return local
+        def cut(given: Arguments, start: int, stop: int) -> None:
+            end = stop + ahead
+            if "T" in letters:  # sequences outside of these tokens become empty
+                rows, columns = given["actual_seq_qlen"], given["actual_seq_kvlen"]
+                end = end_of_keys([0, *rows], [0, *columns], stop)
+                given["actual_seq_qlen"] = [min(max(n, start), stop) - start for n in rows]
+                given["actual_seq_kvlen"] = [min(n, end) for n in columns] if looks_back else columns
+            for name in ("key", "value") if looks_back else ():
+                given[name] = given[name].narrow(d, 0, max(end, 0))
+
+        return cut
+
+    def changes(self, call: Call, form: Form, targets: Sequence[Layout]) -> list[Change]:
+        assert form.heads is not None
+        heads, whole = form.heads, call.spec("query").shape[form.heads]
+
+        def count_heads(given: Arguments) -> None:
+            given["head_num"] = form.counts[0] * given["query"].shape[heads] // whole
+
+        return [*super().changes(call, form, targets), count_heads]
+
+    def nothing(self, call: Call, given: Arguments) -> Any:
+        return npu_fusion_attention(**given)  # the definition
 
 
-def head_dim(letters: str) -> int:
-    """The dim of the heads, or of heads times features."""
-    return letters.index("N" if "N" in letters else "H")
-
-
-def head_counts(call: Call, letters: str) -> tuple[int, int]:
-    """Heads of query, and of key and value."""
-    d, heads = head_dim(letters), int(call.arg("head_num"))
-    query, key = call.spec("query").shape[d], call.spec("key").shape[d]
-    return heads, key if "N" in letters else key * heads // query
+def _row_dim(letters: str) -> int:
+    """The dim of the queries, or of the tokens of all sequences."""
+    return letters.index("T" if "T" in letters else "S")

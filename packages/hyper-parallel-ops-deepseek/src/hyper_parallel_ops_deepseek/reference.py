@@ -326,7 +326,8 @@ def _attention(
     left_out = _left_out(q.shape[-2], k.shape[-2], mask, band, mode, q.device)
     if left_out is not None:
         scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
-    largest = scores.amax(-1, keepdim=True)
+    # A sequence may be empty.
+    largest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     if sink is not None:  # a logit per head that takes its part of the softmax and gives no value
         largest = torch.maximum(largest, sink.view(-1, 1, 1))
     weights = (scores - largest).exp()

@@ -1,0 +1,60 @@
+"""Stands in for flash_attn 3: other parameters in another order, and one result beside the output."""
+
+import functools
+
+import torch
+from plain_flash_attention import attention, gradients, packed_attention
+
+
+class FlashAttnFunc(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, q, k, v, softmax_scale, causal, qv=None, q_descale=None, k_descale=None, v_descale=None,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+        sm_margin=0, return_softmax=False,
+    ):  # fmt: skip
+        ctx.run = functools.partial(attention, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap)
+        ctx.save_for_backward(q, k, v)
+        out, sums = ctx.run(q, k, v)
+        return (out, sums) if return_softmax else out
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return *gradients(ctx.run, ctx.saved_tensors, grad), *[None] * 14
+
+
+class FlashAttnVarlenFunc(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+        causal, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
+        softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_softmax=False,
+    ):  # fmt: skip
+        ctx.run = functools.partial(
+            packed_attention, starts_q=cu_seqlens_q, starts_k=cu_seqlens_k, scale=softmax_scale, causal=causal,
+            window=window_size, softcap=softcap,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v)
+        out, sums = ctx.run(q, k, v)
+        return (out, sums) if return_softmax else out
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return *gradients(ctx.run, ctx.saved_tensors, grad), *[None] * 20
+
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), return_attn_probs=False):
+    return FlashAttnFunc.apply(
+        q, k, v, softmax_scale, causal, None, None, None, None, window_size, 0, 0.0, 1, None, False, 0,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+    window_size=(-1, -1), return_attn_probs=False,
+):  # fmt: skip
+    return FlashAttnVarlenFunc.apply(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k, softmax_scale, causal, None, None,
+        None, None, window_size, 0, 0.0, 1, None, False, 0, return_attn_probs,
+    )  # fmt: skip

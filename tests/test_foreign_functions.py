@@ -1,0 +1,138 @@
+"""The ``apply`` of another library's autograd function, served by a rule that names it."""
+
+import importlib
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from hyper_parallel import DTensor, Shard, distribute_tensor
+from hyper_parallel.errors import MissingOpError
+from hyper_parallel.op import DistributedOp
+from hyper_parallel.registry import Registry, use_registry
+from hyper_parallel.testing import mesh_of
+
+
+class Elementwise(DistributedOp):
+    """Laid out as its first input."""
+
+    def infer_layout(self, cache_values):
+        return (cache_values[0],), None
+
+
+@contextmanager
+def registered(*names):
+    """A registry of its own with rules for these functions, and the library not imported yet."""
+    with (
+        patch.object(sys, "path", [str(Path(__file__).parent / "stand_ins"), *sys.path]),
+        use_registry(Registry()) as own,
+    ):
+        sys.modules.pop("acme_kernels", None)
+        for name in names:
+            own.register(f"acme_kernels.{name}", Elementwise(name))
+        yield own
+    sys.modules.pop("acme_kernels", None)
+
+
+def check(function, *more):
+    x = torch.arange(6.0)
+    spread = distribute_tensor(x, mesh_of((2,)), [Shard(0)]).requires_grad_()
+    out = function(spread, *more)
+    plain = x.clone().requires_grad_()
+    want = function(plain, *more)
+    want.sum().backward()
+    out.sum().backward()
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(spread.grad.full_tensor(), plain.grad)
+
+
+def library():
+    return importlib.import_module("acme_kernels")
+
+
+@pytest.mark.ranks(2)
+def test_a_library_that_is_imported_later():
+    with registered("Scale.apply"):
+        module = library()
+        check(module.scaled, 3.0)
+        assert module.seen[0] == (torch.Tensor, (3,))
+        assert DTensor not in dict(module.seen)
+
+
+@pytest.mark.ranks(2)
+def test_a_library_that_was_imported_before():
+    with registered() as registry:
+        module = library()
+        registry.register("acme_kernels.Scale.apply", Elementwise("scale"))
+        check(module.scaled, 3.0)
+        assert module.seen[0] == (torch.Tensor, (3,))
+        assert DTensor not in dict(module.seen)
+
+
+def test_a_class_is_changed_once():
+    with registered("Scale.apply") as registry:
+        served = library().Scale.apply
+        registry.register("acme_kernels.Scale.apply", Elementwise("another"), override=True)
+        assert library().Scale.apply == served
+
+
+@pytest.mark.ranks(2)
+def test_a_library_is_imported_as_it_would_be():
+    with registered("Scale.apply"):
+        module = library()
+        assert module.__spec__.origin == module.__file__
+        assert importlib.reload(module) is module
+        check(module.scaled, 2.0)
+
+
+@pytest.mark.ranks(2)
+def test_functions_whose_forward_has_no_context():
+    with registered("NewForm.apply"):
+        check(library().NewForm.apply, 2.0)
+
+
+@pytest.mark.ranks(2)
+def test_any_number_of_inputs():
+    with registered("ManyInputs.apply"):
+        function = library().ManyInputs
+        check(lambda x: function.apply(x, x))
+
+
+@pytest.mark.ranks(2)
+def test_only_the_class_that_is_named():
+    """A subclass may do something else."""
+    with registered("Scale.apply") as registry:
+        module = library()
+        check(module.Twice.apply, 2.0)
+        assert module.seen[0][0] is DTensor, "it met a DTensor, and used the operators of that"
+        registry.register("acme_kernels.Twice.apply", Elementwise("twice"))
+        module.seen.clear()
+        check(module.Twice.apply, 2.0)
+        assert module.seen[0][0] is torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_without_dtensors_nothing_changes():
+    with registered("Scale.apply"):
+        function = library().Scale
+        x = torch.ones(2, requires_grad=True)
+        function.apply(x, 4.0).sum().backward()
+        assert x.grad.tolist() == [4.0, 4.0]
+        with pytest.raises(TypeError):
+            function.apply(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_rule_that_is_gone():
+    with registered("Scale.apply"):
+        module = library()
+        with use_registry(Registry()), pytest.raises(MissingOpError, match=r"acme_kernels\.Scale\.apply"):
+            module.scaled(distribute_tensor(torch.ones(2), mesh_of((2,)), [Shard(0)]), 2.0)
+
+
+def test_names_of_no_autograd_function_are_left_alone():
+    with registered("missing.apply", "scaled.apply", "nothing.Function.apply"):
+        assert library().scaled(torch.ones(1), 2.0).tolist() == [2.0]
