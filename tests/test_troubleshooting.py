@@ -117,7 +117,11 @@ ON_RANKS = {
     "The program hangs": [waits_for_a_rank_that_does_not_come],
     "A checkpoint is refused": [loads_into_another_model, loads_an_unfinished_checkpoint],
 }
-IN_PROGRAMS = {"A function has no rule": 1, "One rank fails, and the others blame the connection": 2}
+IN_PROGRAMS = {
+    "A function has no rule": 1,
+    "One rank fails, and the others blame the connection": 2,
+    "A rank is aborted at its end, or says that its process groups are gone": 1,
+}
 
 
 # -- the page against them ---------------------------------------------------------------------------------------------
@@ -167,6 +171,25 @@ def test_message_about_a_blocked_pack(monkeypatch):
     monkeypatch.setenv("HYPER_PARALLEL_DISABLE_PLUGINS", "ops-basic")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     check_quote(quoted()["A function has no rule"][0], done.stdout)
+
+
+def test_message_about_destroyed_groups():
+    code = """
+        import torch, torch.distributed as dist
+        from hyper_parallel import Replicate, distribute_tensor, init_device_mesh
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        distribute_tensor(torch.ones(2), mesh, [Replicate()])
+        dist.destroy_process_group()
+        try:
+            distribute_tensor(torch.ones(2), mesh, [Replicate()])
+        except RuntimeError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    check_quote(quoted()["A rank is aborted at its end, or says that its process groups are gone"][0], done.stdout)
 
 
 def test_failure_of_one_rank_as_torchrun_shows_it(tmp_path):

@@ -17,8 +17,8 @@ collective          backward, invariant          backward, ``varying=True``
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,12 @@ def _mesh(group: Group, device_type: str) -> DeviceMesh:
     )
 
 
-@lru_cache(maxsize=256)
-def _mesh_of_process_group(group: Any, device_type: str) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device_type)
+# Lasts while the group does: the mesh holds it until the groups are destroyed.
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+
+
+def _mesh_of_process_group(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    meshes = _meshes.setdefault(group, {})
+    if device_type not in meshes:
+        meshes[device_type] = DeviceMesh.from_group(group, device_type)
+    return meshes[device_type]

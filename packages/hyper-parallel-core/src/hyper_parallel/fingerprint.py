@@ -26,7 +26,7 @@ def check_same_plugins(info: MeshInfo) -> None:
     Raises:
         PluginError: when they differ, or cannot be loaded on some rank; the message lists what each rank has.
     """
-    if info.coordinate is None or info.mesh.size() == 1 or dist.get_backend(info.mesh.get_group(0)) == "fake":
+    if info.coordinate is None or info.mesh.size() == 1 or dist.get_backend(info.group((0,)).group) == "fake":
         return
     from hyper_parallel.registry import default_registry
 
@@ -39,7 +39,7 @@ def check_same_plugins(info: MeshInfo) -> None:
         failure, lines = error, [f"{UNLOADED}: {str(error).splitlines()[0]}"]
     extremes = torch.tensor([digest, -digest, int(failure is not None)], device=info.default_device())
     for axis in range(info.ndim):
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=info.mesh.get_group(axis))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=info.group((axis,)).group)
     highest, lowest, failed = extremes.tolist()
     if failed or highest != -lowest:
         raise PluginError(_difference(info, lines)) from failure
@@ -49,7 +49,7 @@ def _difference(info: MeshInfo, lines: list[str]) -> str:
     """What each rank has that not all have."""
     seen = {dist.get_rank(): lines}
     for axis in range(info.ndim):
-        group = info.mesh.get_group(axis)
+        group = info.group((axis,)).group
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, seen, group=group)
         for part in gathered:

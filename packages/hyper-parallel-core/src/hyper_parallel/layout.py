@@ -50,7 +50,7 @@ class _MeshDescription:
         self._info: MeshInfo | None = None
 
     def info(self) -> MeshInfo:
-        if self._info is None or self._info.world is not dist.group.WORLD:
+        if self._info is None or not self._info.is_current():
             if not dist.is_initialized():
                 raise RuntimeError("this layout's mesh needs torch.distributed: call init_process_group first")
             self._info = mesh_info(self._make())

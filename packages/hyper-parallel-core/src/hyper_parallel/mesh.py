@@ -7,11 +7,14 @@ made once per mesh and is the place where layouts of that mesh are interned.
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_parallel.group_life import end_with_world, gone
 
 __all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info", "root_mesh"]
 
@@ -20,16 +23,28 @@ class AxisGroup:
     """The ranks that differ from this one only along some mesh axes.
 
     Attributes:
-        group: the process group.
         coordinates: mesh coordinate of each member, in the order of the group's ranks.
         rank: this process's index in the group.
     """
 
-    __slots__ = ("axes", "coordinates", "group", "rank", "size")
+    __slots__ = ("_group", "axes", "coordinates", "rank", "size")
 
     def __init__(self, axes: tuple[int, ...], group: Any, coordinates: list[tuple[int, ...]], rank: int) -> None:
-        self.axes, self.group, self.coordinates, self.rank = axes, group, coordinates, rank
+        self.axes, self.coordinates, self.rank = axes, coordinates, rank
         self.size = len(coordinates)
+        self._group = weakref.ref(group)
+
+    @property
+    def group(self) -> Any:
+        """The process group.
+
+        Raises:
+            RuntimeError: when it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise gone()
+        return group
 
 
 class MeshInfo:
@@ -39,7 +54,6 @@ class MeshInfo:
         mesh: the first of the equal meshes that was seen. Another one may have been sliced from another root, so ask
             the mesh at hand for its root, not this one.
         layouts: the interned layouts of this mesh; they live as long as it.
-        world: the default process group when this was made.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -50,9 +64,14 @@ class MeshInfo:
         self.device_type: str = mesh.device_type
         coordinate = mesh.get_coordinate()
         self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
-        self.world = dist.group.WORLD
+        self._world = weakref.ref(dist.group.WORLD)
         self.layouts: dict[Any, Any] = {}
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
+
+    def is_current(self) -> bool:
+        """Whether the default process group is the one that this was made with; the groups of another are dead."""
+        world = dist.group.WORLD
+        return world is not None and self._world() is world
 
     def axis(self, name: str | int) -> int:
         """Index of a mesh axis given by name or index.
@@ -89,6 +108,8 @@ class MeshInfo:
         return found
 
     def _make_group(self, axes: tuple[int, ...]) -> AxisGroup:
+        if not self.is_current():
+            raise gone()
         here = self.my_coordinate()
         members: dict[int, tuple[int, ...]] = {}
         for position in itertools.product(*(range(self.shape[a]) for a in axes)):
@@ -104,6 +125,8 @@ class MeshInfo:
         else:
             group = dist.new_group(sorted(members), use_local_synchronization=True)
         ranks = dist.get_process_group_ranks(group)
+        if sorted(ranks) != sorted(members):  # of another start of torch.distributed, found by the same name
+            raise gone()
         return AxisGroup(axes, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
 
     def axes_beyond(self, other: MeshInfo) -> tuple[int, ...] | None:
@@ -130,14 +153,14 @@ class MeshInfo:
         return "x".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
 
 
-# Kept for the whole process, as torch keeps the process groups of a mesh: a program has a handful of them.
+# Kept for the whole process: a program has a handful of them, and they hold no process groups.
 _INFOS: dict[DeviceMesh, MeshInfo] = {}
 
 
 def mesh_of_ranks(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
     """The mesh of these ranks (nested lists) that is in use, or else a new one, which all ranks must make together."""
     for mesh, info in reversed(_INFOS.items()):
-        if info.world is dist.group.WORLD and (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == (
+        if info.is_current() and (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == (
             device_type,
             ranks,
             names,
@@ -157,15 +180,22 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     Raises:
         TypeError: when ``mesh`` is not a DeviceMesh.
         PluginError: when the ranks of the mesh have different plugins installed (checked once per mesh).
+        RuntimeError: when the process groups of the mesh were destroyed.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected a DeviceMesh (see init_device_mesh), got {type(mesh).__name__}")
     info = _INFOS.get(mesh)
     # A new default group means that torch.distributed was started again: the old groups are dead.
-    if info is None or info.world is not dist.group.WORLD:
+    if info is None or not info.is_current():
         from hyper_parallel.fingerprint import check_same_plugins
 
+        if not dist.is_initialized() or (info is not None and info.mesh is mesh):
+            raise gone()
+        _INFOS.pop(mesh, None)  # with its key, an equal mesh of the old groups
+        end_with_world(mesh)
         info = MeshInfo(mesh)
         check_same_plugins(info)
         _INFOS[mesh] = info
+    elif mesh is not info.mesh:
+        end_with_world(mesh)
     return info

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,13 @@ def mesh_names(shape: Sequence[int]) -> tuple[str, ...]:
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """A mesh of this shape over all ranks, named as in ``mesh_names``; made once per rank, as groups are costly."""
-    key = (dist.group.WORLD, shape)  # ranks that are threads have a world each
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", shape, mesh_dim_names=mesh_names(shape))
-    return _meshes[key]
+    meshes = _meshes.setdefault(dist.group.WORLD, {})  # ranks that are threads have a world each
+    if shape not in meshes:
+        meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=mesh_names(shape))
+    return meshes[shape]
 
 
-_meshes: dict[tuple[Any, tuple[int, ...]], DeviceMesh] = {}
+_meshes: WeakKeyDictionary[Any, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
 def make(
