@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -88,10 +89,33 @@ def test_a_library_is_imported_as_it_would_be():
         check(module.scaled, 2.0)
 
 
+def test_a_library_in_a_zip_file(tmp_path):
+    """All modules in it have one loader."""
+    with zipfile.ZipFile(tmp_path / "acme.zip", "w") as packed:
+        packed.writestr("zipped_kernels.py", "import torch, zipped_parts\nclass F(torch.autograd.Function): pass")
+        packed.writestr("zipped_parts.py", "")
+    with patch.object(sys, "path", [str(tmp_path / "acme.zip"), *sys.path]), use_registry(Registry()) as registry:
+        registry.register("zipped_kernels.F.apply", Elementwise("zipped"))
+        function = importlib.import_module("zipped_kernels").F
+    assert "apply" in vars(function)
+
+
 @pytest.mark.ranks(2)
 def test_functions_whose_forward_has_no_context():
     with registered("NewForm.apply"):
         check(library().NewForm.apply, 2.0)
+
+
+@pytest.mark.ranks(2)
+def test_keyword_arguments_are_those_of_forward():
+    with registered("Scale.apply", "NewForm.apply"):
+        module = library()
+        check(lambda x: module.Scale.apply(factor=3.0, x=x))
+        check(lambda x: module.NewForm.apply(x, shift=3.0))
+        assert module.NewForm.apply(torch.ones(1), shift=3.0).tolist() == [4.0]
+        for x in (torch.ones(2), distribute_tensor(torch.ones(2), mesh_of((2,)), [Shard(0)])):
+            with pytest.raises(TypeError, match="factor"):  # what is left out is not passed over
+                module.Scale.apply(x, bias=2.0)
 
 
 @pytest.mark.ranks(2)

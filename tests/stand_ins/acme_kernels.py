@@ -19,8 +19,8 @@ class Scale(torch.autograd.Function):
 
 class NewForm(torch.autograd.Function):
     @staticmethod
-    def forward(x, factor):
-        return x * factor
+    def forward(x, factor=1.0, shift=0.0):
+        return x * factor + shift
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -28,7 +28,7 @@ class NewForm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * ctx.factor, None
+        return grad * ctx.factor, None, None
 
 
 class ManyInputs(torch.autograd.Function):

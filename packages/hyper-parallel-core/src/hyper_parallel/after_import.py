@@ -41,7 +41,8 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
         def exec_module(module: types.ModuleType) -> None:
             execute(module)
-            for action in self.waiting.pop(name, ()):
+            # Modules of one zip file share their loader: ask which one this is.
+            for action in self.waiting.pop(module.__name__, ()):
                 action(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

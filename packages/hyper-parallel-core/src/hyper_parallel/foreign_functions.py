@@ -45,11 +45,11 @@ def _serve(class_name: str, module: types.ModuleType) -> None:
         from hyper_parallel.dtensor import DTensor
         from hyper_parallel.structures import tensors_of
 
-        if kwargs:  # PyTorch's takes none
-            args = signature.bind(*args, **kwargs).args
-        if cls is not function or not any(isinstance(t, DTensor) for t in tensors_of(args)):
-            return plain(cls, *args)
-        return dispatch(served, (), signature.bind(*args).arguments) if by_name else dispatch(served, args, {})
+        if cls is not function or not any(isinstance(t, DTensor) for t in tensors_of((args, kwargs))):
+            return plain(cls, *args, **kwargs)
+        if by_name:
+            return dispatch(served, (), signature.bind(*args, **kwargs).arguments)
+        return dispatch(served, args, kwargs)
 
     apply.__name__ = f"{function.__name__}.apply"
     apply.__qualname__, apply.__module__ = f"{function.__qualname__}.apply", function.__module__
