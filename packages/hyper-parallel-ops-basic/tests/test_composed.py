@@ -106,6 +106,7 @@ class TestPut(Few):
 
 class TestTakeAlongDim(Few):
     op = torch.take_along_dim
+    out = True
     samples = (
         sample(MATRIX, tensor(5, 2, dtype=torch.int64), 1),
         sample(MATRIX, tensor(1, 6, dtype=torch.int64, high=5), dim=0),

@@ -195,6 +195,7 @@ class TestMaskedScatterWithBroadcast(Quick):
 
 class TestMaskedSelect(Quick):
     op = torch.masked_select
+    out = True
     samples = (sample(MATRIX, MASK), sample(MATRIX, COLUMNS))
 
 

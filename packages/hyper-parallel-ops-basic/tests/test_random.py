@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import Layout, Partial, Replicate, Shard, manual_seed
+from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 from hyper_parallel.testing.placing import make
 
@@ -31,6 +32,13 @@ def initialised(name, *args):
 
 def checkpointed(x, *, use_reentrant):
     return checkpoint(lambda y: F.dropout(y, 0.4) * y.sin() * F.dropout(y, 0.2), x, use_reentrant=use_reentrant)
+
+
+def parts_filled(x):
+    x = x.detach().clone()
+    x[1:4].normal_()
+    x[:, 2].uniform_()
+    return x
 
 
 CASES = {
@@ -60,9 +68,13 @@ CASES = {
     "multinomial with replacement": lambda x: (
         torch.multinomial(x.detach().exp(), 7, True) if not sharded(x, 1) else None
     ),
+    "multinomial in another memory order": lambda x: (
+        torch.multinomial(x.detach().t().exp(), 2) if not sharded(x, 0) else None
+    ),
     "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "no native_dropout": lambda x: torch.native_dropout(x, 0.3, False)[0],
     "normal_": filled("normal_", 1.0, 2.0),
+    "normal_ of parts": parts_filled,
     "uniform_": filled("uniform_", -1.0, 2.0),
     "exponential_": filled("exponential_"),
     "random_": filled("random_", 0, 9),
@@ -119,6 +131,18 @@ def compare(name):
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_device(ranks, name):
     ranks(4, compare, name)
+
+
+def drawn_like(x):
+    manual_seed(SEED)
+    return torch.rand_like(x), torch.randint_like(x, 2, 9), torch.bernoulli(x.sigmoid()), torch.bernoulli(x, 0.3)
+
+
+class TestMemoryOrder(OpConformance):
+    op = drawn_like
+    meshes = ((4,), (2, 2))
+    max_layouts = 12
+    samples = (sample(tensor(5, 6, grad=False)),)
 
 
 @pytest.mark.ranks(4)

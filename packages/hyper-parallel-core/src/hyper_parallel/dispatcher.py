@@ -266,7 +266,9 @@ def _of_view(name: str) -> Callable[..., Any]:
 
 def _of_function(op: FunctionOp) -> Callable[..., Any]:
     def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return on_locals(func, args, kwargs) if state.mode.skip else op.run(func, args, kwargs)
+        if state.mode.skip:
+            return on_locals(func, args, kwargs)
+        return into_out(func, args, kwargs) if "out" in kwargs else op.run(func, args, kwargs)
 
     return run
 

@@ -20,6 +20,7 @@ import torch
 
 from hyper_parallel import comm
 from hyper_parallel.boxes import box
+from hyper_parallel.spec import contiguous_stride
 from hyper_parallel.steps import put
 from hyper_parallel.transition import plan_transition
 
@@ -89,15 +90,17 @@ def local_part(whole: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> t
     return plan_transition(layout.replicated(), layout, shape).run(whole)
 
 
-def embedded(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], fill: float) -> torch.Tensor:
+def embedded(
+    local: torch.Tensor, layout: Layout, shape: tuple[int, ...], fill: float, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """A global tensor with this rank's part in its place and ``fill`` elsewhere.
 
     For draws that read a tensor (``bernoulli(p)``): each element's number depends on its own parameter only, so the
-    others' may be anything.
+    others' may be anything. Some kernels draw in the order of the elements in memory, which ``stride`` tells.
     """
     if tuple(local.shape) == shape:
         return local.detach()
-    whole = local.new_full(shape, fill)
+    whole = local.new_empty_strided(shape, stride or contiguous_stride(shape)).fill_(fill)
     held = box(layout, shape, layout.info.my_coordinate())
     put(whole, tuple(tuple((start, stop - start) for start, stop in intervals) for intervals in held), local.detach())
     return whole

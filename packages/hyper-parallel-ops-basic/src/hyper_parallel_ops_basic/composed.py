@@ -25,7 +25,7 @@ _CHECKS = (
 class Composed(FunctionOp):
     """A function written in Python with torch functions that have rules.
 
-    The in-place form copies the result into its target; ``out=`` likewise.
+    The in-place form copies the result into its target.
 
     Args:
         module: where the function is found.
@@ -48,10 +48,6 @@ class Composed(FunctionOp):
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         composition = getattr(importlib.import_module(self.module), self.function)
         kwargs = _signature(composition).usual(func, kwargs)
-        if "out" in kwargs:
-            kwargs = dict(kwargs)
-            out = kwargs.pop("out")
-            return composition(*args, **kwargs) if out is None else out.copy_(composition(*args, **kwargs))
         if func.__name__.endswith("_") and not func.__name__.startswith("__"):
             return overwrite(args[0], lambda old: composition(old, *args[1:], **kwargs))
         return composition(*args, **kwargs)

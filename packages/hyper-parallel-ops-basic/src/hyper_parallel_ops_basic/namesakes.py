@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.call import Signature
-from hyper_parallel.dispatcher import into_out
 from hyper_parallel.op import FunctionOp, OpSummary
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -52,8 +51,6 @@ class CopyOfView(FunctionOp):
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if "out" in kwargs:
-            return into_out(func, args, kwargs)
         view = getattr(torch.Tensor, func.__name__.removesuffix("_copy"))(*args, **kwargs)
         if isinstance(view, (tuple, list)):
             return tuple(part.clone(memory_format=torch.contiguous_format) for part in view)

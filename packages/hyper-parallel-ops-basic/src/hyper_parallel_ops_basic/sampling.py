@@ -15,7 +15,8 @@ from hyper_parallel.in_place import before_write
 from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.placements import Replicate
 from hyper_parallel.random import check_generators, draw, embedded, local_part
-from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.shared_memory import carry, root_of
+from hyper_parallel.spec import contiguous_stride, in_memory_order, make_spec
 from hyper_parallel_ops_basic.factories import settled
 
 
@@ -39,7 +40,7 @@ class FillRandomly(FunctionOp):
                 f"{func.__name__} of a plain tensor with a DTensor as parameter: make the target a DTensor, for "
                 "example with empty_like(parameter)"
             )
-        before_write(target)
+        before_write(target, carried=True)
         spec, local = target.spec, target.to_local()
         # Parameters of the distribution that are tensors are needed in full, since the whole tensor is drawn.
         rest = [_whole(a) for a in args[1:]]
@@ -53,6 +54,7 @@ class FillRandomly(FunctionOp):
         # The functions of nn.init are not recorded by autograd, so that they may overwrite parameters.
         with torch.no_grad() if getattr(func, "__module__", None) == "torch.nn.init" else nullcontext():
             local.copy_(part)
+        carry(root_of(target))
         return target
 
 
@@ -101,8 +103,9 @@ class RandomLike(FunctionOp):
             made.append(func(model.spec.meta, *args[1:], **kwargs))
             return made[0]
 
-        local = draw(layout, shape, make, kwargs.get("generator")).requires_grad_(requires_grad)
-        return wrap(local, make_spec(layout, shape, made[0].stride(), local.dtype))
+        local = draw(layout, shape, make, kwargs.get("generator"))
+        spec = make_spec(layout, shape, made[0].stride(), local.dtype)
+        return wrap(in_memory_order(local, spec.memory_order).requires_grad_(requires_grad), spec)
 
 
 class Bernoulli(FunctionOp):
@@ -124,7 +127,7 @@ class Bernoulli(FunctionOp):
             return func(embedded(chances.to_local(), spec.layout, shape, 0.5), *rest, **options)
 
         part = draw(spec.layout, shape, make, options.get("generator"))
-        return drawn_from(wrap(part, make_spec(spec.layout, shape, spec.stride, spec.dtype)), chances)
+        return drawn_from(wrap(part, make_spec(spec.layout, shape, contiguous_stride(shape), spec.dtype)), chances)
 
 
 class DrawnFrom(FunctionOp):
@@ -163,8 +166,8 @@ class Multinomial(FunctionOp):
             layout = weights.layout.with_placements(dict.fromkeys(axes, Replicate()))
             if state.mode.policy != "auto":
                 raise RedistributionError(
-                    f"multinomial: the categories of {weights.layout} are sharded; redistribute to {layout} first, or "
-                    "use redistribute_policy('auto')",
+                    f"multinomial: the categories of {weights.layout} are sharded\n"
+                    f"  fix: redistribute to {layout} first, or use redistribute_policy('auto')",
                     op_name="multinomial",
                     layouts=[weights.layout],
                 )
@@ -174,7 +177,8 @@ class Multinomial(FunctionOp):
         made: list[torch.Tensor] = []
 
         def make() -> torch.Tensor:
-            made.append(func(embedded(weights.to_local(), layout, tuple(spec.shape), 1.0), *rest, **options))
+            whole = embedded(weights.to_local(), layout, tuple(spec.shape), 1.0, spec.stride)
+            made.append(func(whole, *rest, **options))
             return local_part(made[0], layout, tuple(made[0].shape))
 
         check_generators(layout.info, options.get("generator"))
@@ -190,7 +194,7 @@ def _reduced(func: Callable[..., Any], tensor: DTensor) -> DTensor:
         return tensor
     if state.mode.policy == "strict":
         raise RedistributionError(
-            f"{func.__name__}: the tensor is pending ({tensor.layout}); call reduce_partial() first",
+            f"{func.__name__}: the tensor is pending ({tensor.layout})\n  fix: call reduce_partial() first",
             op_name=func.__name__,
             layouts=[tensor.layout],
         )
