@@ -17,8 +17,8 @@ from hyper_parallel.spec import Spec
 from hyper_parallel.structures import rebuilt
 
 _MISSING = object()
-_NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
-"""Names of NumPy's that PyTorch's native functions take for their own, and these."""
+# What PyTorch's native functions let NumPy's users write (numpy_compatibility_arg_names in its python_arg_parser.cpp).
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 
 class Signature:
@@ -68,18 +68,19 @@ class Signature:
             bound[name] = value
         return bound
 
-    def usual(self, func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of a call of ``func`` by the names that it has here: ``dim`` for NumPy's ``axis``."""
-        if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)) or _NUMPYS.keys().isdisjoint(kwargs):
+    def with_own_names(self, func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of a call of ``func`` with the names of this signature: ``dim`` for NumPy's ``axis``."""
+        if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)) or _NUMPY_NAMES.keys().isdisjoint(kwargs):
             return kwargs
         known = self.parameters
-        return {name if name in known else _NUMPYS.get(name, name): value for name, value in kwargs.items()}
+        return {name if name in known else _NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
 
     def as_read(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]] | None:
-        """The arguments of a call of ``func`` as rules read them, the first one by position; None where they are so."""
-        named = self.usual(func, kwargs)
+        """The arguments of a call of ``func`` as rules read them: the first one by position, the others by the names of
+        this signature, in its order. None where they are so."""
+        named = self.with_own_names(func, kwargs)
         if not args and self.names and self.names[0] in named:
             first, *_ = self.names
             args, named = (named[first],), {name: value for name, value in named.items() if name != first}

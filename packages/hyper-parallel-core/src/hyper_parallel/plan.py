@@ -146,7 +146,7 @@ def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution:
 
 
 def _check_strict(call: Call, index: int, target: Layout) -> None:
-    """What the rules by strategies see to on their own, for those by layouts: ``"strict"`` forbids communication."""
+    """Refuse communication under ``"strict"``, as rules by strategies do on their own and those by layouts do not."""
     spec = call.inputs[index]
     if call.mode.policy == "strict" and plan_transition(spec.layout, target, tuple(spec.shape)).communicates:
         raise refuse(

@@ -90,20 +90,23 @@ def refuse_lost_write(root: DTensor, carried: bool) -> None:
 def assign(target: DTensor, index: Any, value: DTensor, write: Callable[[], None]) -> None:
     """``target[index] = value``, done by ``write``, where ``value`` is a redistributed copy.
 
-    If it is the copy that ``target[index]`` gave, all that was written to it is there: ``target[index] += 1`` is a
-    read, a write to what was read, and this. One of another part of ``target`` is no copy that would change: PyTorch
-    copies nothing from a tensor to itself where the parts overlap.
+    ``target[index] += 1`` is a read, a write to what was read, and this. :func:`carry` has brought that write to
+    ``target`` already, by an assignment of its own, for which the copy is not among those of ``target``.
+
+    A copy of another part of ``target`` may be assigned while it lives: it would not change, as PyTorch copies nothing
+    from a tensor to itself where the parts overlap.
     """
     if _is_part(target, index, value) and any(ref() is value for ref in root_of(target)._copies):
-        return  # else it is being carried there
-    with _others_of(_carried_to(value)[1:], value):
+        return
+    with _without_copies(_carried_to(value)[1:], only=value):
         write()
 
 
 def _is_part(target: DTensor, index: Any, value: DTensor) -> bool:
+    """Whether a copy is what ``target[index]`` gave."""
     if value._shows is None:
         return False
-    func, args, *_ = value._shows.args
+    func, args, *_ = value._shows.args  # of the carry_write that note_copies got, which begin with the call
     return func is torch.Tensor.__getitem__ and args[0] is target and _is_same_index(index, args[1])
 
 
@@ -114,11 +117,11 @@ def _is_same_index(index: Any, other: Any) -> bool:
 
 
 @contextmanager
-def _others_of(sources: Sequence[DTensor], copy: DTensor | None = None) -> Iterator[None]:
-    """Without the copies of these tensors, or without one of them."""
+def _without_copies(sources: Sequence[DTensor], only: DTensor | None = None) -> Iterator[None]:
+    """For a while these tensors do not know of their copies, or of only one of them."""
     before = [source._copies for source in sources]
     for source, copies in zip(sources, before, strict=True):
-        source._copies = () if copy is None else [ref for ref in copies if ref() is not copy]
+        source._copies = () if only is None else [ref for ref in copies if ref() is not only]
     try:
         yield
     finally:
@@ -131,5 +134,5 @@ def carry(copy: DTensor) -> None:
     if copy._shows is None:
         return
     # refuse_lost_write has looked at the copies.
-    with _others_of(_carried_to(copy)[1:]), redistribute_policy("auto"):
+    with _without_copies(_carried_to(copy)[1:]), redistribute_policy("auto"):
         copy._shows(copy)

@@ -47,7 +47,7 @@ class Composed(FunctionOp):
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         composition = getattr(importlib.import_module(self.module), self.function)
-        kwargs = _signature(composition).usual(func, kwargs)
+        kwargs = _signature(composition).with_own_names(func, kwargs)
         if func.__name__.endswith("_") and not func.__name__.startswith("__"):
             return overwrite(args[0], lambda old: composition(old, *args[1:], **kwargs))
         return composition(*args, **kwargs)

@@ -159,7 +159,7 @@ class RepeatInterleave(FunctionOp):
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._run(*args, **_REPEATS.usual(func, kwargs))
+        return self._run(*args, **_REPEATS.with_own_names(func, kwargs))
 
     @staticmethod
     def _run(input: Any = None, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> Any:

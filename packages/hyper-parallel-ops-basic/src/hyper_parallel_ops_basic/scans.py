@@ -11,7 +11,7 @@ from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.families.overwriting import overwrite
-from hyper_parallel.families.precision import casts_by_term
+from hyper_parallel.families.reduction import keeps_sums
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard, Partial
@@ -50,8 +50,7 @@ class Scan(StrategyOp):
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         yield from scan_rows(call)
-        given = call.inputs[0].dtype
-        if self.linear and given is not torch.bool and casts_by_term(given, call.arg("dtype") or given):
+        if self.linear and keeps_sums(call):
             yield Strategy([Partial()], Partial())
 
     def local_function(

@@ -136,7 +136,7 @@ class GroupedMatmul(StrategyOp):
         return local
 
 
-def rows_travel(call: Call) -> bool:
+def _rows_travel(call: Call) -> bool:
     """Whether tokens may be sharded: in plain shards, as a packed dim of tokens says nothing about one of rows."""
     packed = (isinstance(p, PackedShard) and p.dim == 0 for spec in call.inputs for p in spec.layout.placements)
     return not call.arg("padded_mode") and not any(packed)
@@ -163,7 +163,7 @@ class TokenPermute(StrategyOp):
     def strategies(self, call: Call) -> Iterable[Strategy]:
         yield Strategy({"tokens": S(1)}, [S(1), R])
         yield Strategy({"tokens": P}, [P, R])
-        if rows_travel(call):
+        if _rows_travel(call):
             yield Strategy({"tokens": S(0)}, [S(0), R])
             yield Strategy({"tokens": S(0), "indices": S(0)}, [S(0), R])
 
@@ -203,11 +203,11 @@ class TokenUnpermute(StrategyOp):
     def strategies(self, call: Call) -> Iterable[Strategy]:
         yield Strategy({"permuted_tokens": S(1)}, S(1))
         yield Strategy({"permuted_tokens": P}, P)
-        weights = {"probs"} if call.index("probs") is not None else set()
+        weights = ["probs"] if call.index("probs") is not None else []
         if weights:
             yield Strategy({"probs": P}, P)
-        if rows_travel(call):
-            yield Strategy(dict.fromkeys({"permuted_tokens", *weights}, S(0)), S(0))
+        if _rows_travel(call):
+            yield Strategy(dict.fromkeys(["permuted_tokens", *weights], S(0)), S(0))
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]

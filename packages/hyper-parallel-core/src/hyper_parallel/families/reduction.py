@@ -79,14 +79,19 @@ class Reduction(StrategyOp):
         return math.prod(call.inputs[0].shape[d] for d in self.folded(call))
 
 
-def linear_rows(call: Call) -> Iterable[Strategy]:
-    """A pending sum (or average, of floats) passes through a linear function of one tensor, of bools none is, that does
-    not round its elements first (``dtype=``)."""
+def keeps_sums(call: Call) -> bool:
+    """Whether a linear function of one tensor may take the terms of a pending sum: of bools none is linear, and
+    ``dtype=`` must not round the terms."""
     given = call.inputs[0].dtype
-    if given is torch.bool or not casts_by_term(given, call.arg("dtype") or given):
+    return given is not torch.bool and casts_by_term(given, call.arg("dtype") or given)
+
+
+def linear_rows(call: Call) -> Iterable[Strategy]:
+    """A pending sum (or average, of floats) passes through a linear function of one tensor."""
+    if not keeps_sums(call):
         return
     yield Strategy([Partial()], Partial())
-    if given.is_floating_point:
+    if call.inputs[0].dtype.is_floating_point:
         yield Strategy([Partial("avg")], Partial("avg"))
 
 
