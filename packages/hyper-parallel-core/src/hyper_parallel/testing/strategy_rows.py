@@ -36,13 +36,14 @@ class CallRecorder(TorchFunctionMode):
         if len(self.calls) != 1:
             return None
         func, args, kwargs = self.calls[0]
-        used = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if len(used) != len(tensors) or any(a is not b for a, b in zip(used, tensors, strict=True)):
-            return None
         rule = known_rule(func)  # made by the call
         if rule is None or not isinstance(rule.op, StrategyOp):
             return None
-        return rule.op, make_call(rule.op, rule, args, kwargs)
+        read, named = rule.op.arguments.as_read(func, args, kwargs) or (args, kwargs)
+        used = [leaf for leaf in pytree.tree_leaves((read, named)) if isinstance(leaf, torch.Tensor)]
+        if len(used) != len(tensors) or any(a is not b for a, b in zip(used, tensors, strict=True)):
+            return None
+        return rule.op, make_call(rule.op, rule, tuple(read), named)
 
 
 def rows_of(func: Callable[..., Any], sample: Sample, tensors: Sequence[DTensor]) -> list[Row]:
