@@ -124,6 +124,15 @@ class TestVersion3(OnAll):
     samples = (sample(*qkv(2, 4, 2, 5, 5), causal=True, return_attn_probs=True),)
 
 
+class TestAllPackedOfVersion3(OnAll):
+    op = flash_attn_3.flash_attn_qkvpacked_func
+    samples = (
+        sample(tensor(3, 5, 3, 4, 2), causal=True, return_attn_probs=True),
+        # Query, key and value heads side by side.
+        sample(tensor(3, 5, 8, 2), causal=True, num_heads_q=4, return_attn_probs=True).options(name="grouped_heads"),
+    )
+
+
 @plain_counts
 def sequences_3(q, k, v):
     return flash_attn_3.flash_attn_varlen_func(q, k, v, STARTS, STARTS, 4, 4, causal=True)
@@ -186,11 +195,13 @@ def counted(call):
     return out, trace.counts
 
 
-@pytest.mark.ranks(4)
 def test_the_stand_in_is_attention():
-    q, k, v = torch.randn(3, 2, 5, 4, 8).unbind()
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 5, 4, 8).unbind())
     want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-    torch.testing.assert_close(flash_attn.flash_attn_func(q, k, v, causal=True), want)
+    got = flash_attn.flash_attn_func(q, k, v, causal=True)
+    torch.testing.assert_close(got, want)
+    gradients_of = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want)]
+    torch.testing.assert_close(*gradients_of)
     starts = torch.tensor([0, 5, 10], dtype=torch.int32)
     packed = flash_attn.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), starts, starts, 5, 5, causal=True)
     torch.testing.assert_close(packed.view_as(want), want)
@@ -259,10 +270,3 @@ def test_what_a_kernel_cannot_do_in_pieces_is_refused(dim, options):
     q = spread(torch.randn(2, 4, 4, 8), Shard(dim))
     with pytest.raises(ValueError, match=r"FlashAttnFunc.apply: no strategy takes"):
         flash_attn.flash_attn_func(q, q, q, **options)
-
-
-@pytest.mark.ranks(4)
-def test_calls_without_dtensors_are_as_before():
-    q = torch.randn(2, 3, 4, 2, requires_grad=True)
-    flash_attn.flash_attn_func(q, q, q).sum().backward()
-    assert q.grad is not None

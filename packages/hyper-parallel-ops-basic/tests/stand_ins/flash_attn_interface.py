@@ -23,6 +23,28 @@ class FlashAttnFunc(torch.autograd.Function):
         return *gradients(ctx.run, ctx.saved_tensors, grad), *[None] * 14
 
 
+class FlashAttnQKVPackedFunc(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, qkv, softmax_scale, causal, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+        attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_softmax=False,
+    ):  # fmt: skip
+        def run(qkv):
+            heads = qkv.shape[2]
+            sizes = [num_heads_q, *[(heads - (num_heads_q or 0)) // 2] * 2]
+            parts = qkv.unbind(2) if num_heads_q is None else qkv.split(sizes, 2)
+            return attention(*parts, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap)
+
+        ctx.run = run
+        ctx.save_for_backward(qkv)
+        out, sums = run(qkv)
+        return (out, sums) if return_softmax else out
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return *gradients(ctx.run, ctx.saved_tensors, grad), *[None] * 12
+
+
 class FlashAttnVarlenFunc(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -48,6 +70,14 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, 
         q, k, v, softmax_scale, causal, None, None, None, None, window_size, 0, 0.0, 1, None, False, 0,
         return_attn_probs,
     )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv, softmax_scale=None, causal=False, window_size=(-1, -1), num_heads_q=None, return_attn_probs=False
+):
+    return FlashAttnQKVPackedFunc.apply(
+        qkv, softmax_scale, causal, None, None, None, window_size, 0, 0.0, False, num_heads_q, 0, return_attn_probs
+    )
 
 
 def flash_attn_varlen_func(
