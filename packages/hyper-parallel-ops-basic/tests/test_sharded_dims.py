@@ -15,11 +15,24 @@ DEALT = {"all_to_all": 2}
 SUMMED, TWO_SUMS = {"all_reduce": 1}, {"all_reduce": 2}
 FREE: dict[str, int] = {}
 IDS = torch.tensor([4, 0, 2, 2])
+PLACES = torch.tensor([[4, 0, 2, 2, 9, 8], [1, 1, 2, 0, 5, 7]])
 MASK = torch.tensor([True, False, False, True, True, True, False, True, False, True])
 
 
+def whole(x, value):
+    return DTensor.from_local(value, x.device_mesh, [Replicate()]) if isinstance(x, DTensor) else value
+
+
 def ids(x):
-    return DTensor.from_local(IDS, x.device_mesh, [Replicate()]) if isinstance(x, DTensor) else IDS
+    return whole(x, IDS)
+
+
+def places(x):
+    return whole(x, PLACES)
+
+
+def rows(x, *shape):
+    return whole(x, torch.linspace(0.0, 1.0, shape[0] * shape[1], dtype=torch.float64).view(shape))
 
 
 def mask(x):
@@ -27,6 +40,19 @@ def mask(x):
     if not isinstance(x, DTensor):
         return MASK
     return DTensor.from_local(MASK, x.device_mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+
+
+def changed_in_parts(x):
+    x = x.clone()
+    x[3] += 1
+    x[4:6] = 2.0
+    return x
+
+
+def changed_rows(x):
+    x = x.clone()
+    x[2:] -= 1
+    return x
 
 
 # function of a tensor [10, 6] sharded by rows; collectives forward and backward
@@ -44,10 +70,35 @@ CASES = {
     "ids": (lambda x: x[ids(x)], FREE, FREE),
     "mask": (lambda x: x[mask(x)], {"all_gather": 1, "all_to_all": 1}, MOVED),
     "index_select": (lambda x: x.index_select(0, ids(x)), FREE, FREE),
+    "gather": (lambda x: x.gather(0, places(x)), FREE, FREE),
+    "take_along_dim": (lambda x: torch.take_along_dim(x, places(x), 0), FREE, FREE),
+    "scatter_add": (lambda x: x.scatter_add(0, places(x), rows(x, 2, 6)), FREE, FREE),
+    "scatter_reduce": (lambda x: x.scatter_reduce(0, places(x), rows(x, 2, 6), "amax"), FREE, FREE),
+    "index_copy": (lambda x: x.index_copy(0, whole(x, torch.tensor([8, 1])), rows(x, 2, 6)), FREE, FREE),
+    "parts in place": (changed_in_parts, SUMMED, SUMMED),
+    "rows in place": (changed_rows, DEALT, DEALT),
     "split": (lambda x: x.split([3, 5, 2])[1], MOVED, MOVED),
     "chunk": (lambda x: x.chunk(3)[0], MOVED, MOVED),
     "unbind": (lambda x: x.unbind()[4], {"all_gather": 1}, FREE),
     "cat": (lambda x: torch.cat([x, x]), FREE, FREE),
+    "vstack": (lambda x: torch.vstack([x, x]), FREE, FREE),
+    "stack": (lambda x: torch.stack([x, x]), FREE, FREE),
+    "triu": (lambda x: x.triu(), FREE, FREE),
+    "masked_fill": (lambda x: x.masked_fill(x.detach() > 0, 0.5), FREE, FREE),
+    "where": (lambda x: torch.where(x.detach() > 0, x, 0.5), FREE, FREE),
+    "einsum": (lambda x: torch.einsum("ij,ik->jk", x, x), FREE, FREE),
+    "var": (lambda x: x.var(0), TWO_SUMS, SUMMED),
+    "logsumexp": (lambda x: x.logsumexp(0), TWO_SUMS, FREE),
+    "norm of order 1": (lambda x: torch.linalg.vector_norm(x, 1, 0), SUMMED, FREE),
+    "norm of order -1": (lambda x: torch.linalg.vector_norm(x, -1, 0), SUMMED, FREE),
+    "norm of order 3": (lambda x: torch.linalg.vector_norm(x, 3, 0), SUMMED, FREE),
+    "norm of order inf": (lambda x: torch.linalg.vector_norm(x, torch.inf, 0), SUMMED, SUMMED),
+    "renorm": (lambda x: x.renorm(2, 0, 1.0), FREE, FREE),
+    "kl_div": (lambda x: F.kl_div(x, x.detach() ** 2), FREE, FREE),
+    "huber_loss": (lambda x: F.huber_loss(x, x.detach() * 2), FREE, FREE),
+    "kthvalue": (lambda x: x.kthvalue(3, 0).values, {"all_to_all": 1, "all_gather": 2}, MOVED),
+    "cummin": (lambda x: x.cummin(0).values, {"all_gather": 2}, {"reduce_scatter": 1}),
+    "min": (lambda x: x.min(0).values, TWO_SUMS, FREE),
     "index_put": (lambda x: x.index_put((ids(x),), torch.tensor(1.0, dtype=x.dtype)), FREE, FREE),
     "index_add": (lambda x: x.index_add(0, ids(x), x.new_zeros(4, 6)), FREE, FREE),
     "unfold": (lambda x: x.unfold(0, 3, 2), MOVED, MOVED),
