@@ -26,7 +26,6 @@ from hyper_parallel import (
     ShardingPlan,
     distribute_tensor,
     fully_shard,
-    implicit_replication,
     init_device_mesh,
     parallelize_module,
     redistribute_policy,
@@ -125,8 +124,6 @@ DELTA_SIZES = {
     "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32,
 }  # fmt: skip
 QKV = (R, PackedShard(0, (16, 16, 32)))  # queries, keys and values side by side
-DELTA_TEXT = SIZES | DELTA_SIZES
-DELTA_VISION = {key: value for key, value in VISION.items() if key != "deepstack_visual_indexes"}
 DELTA = {
     "**.linear_attn.conv1d.weight": QKV,
     "**.linear_attn.dt_bias": OUT,
@@ -281,81 +278,21 @@ def test_a_fully_sharded_model_with_its_own_plan_takes_a_batch_over_data_ranks(n
     check_step(step, model, twin, mesh)
 
 
-BARE = {name: step for name, step in STEPS.items() if name != "qwen3_vl_moe"} | {
-    "qwen3_vl_moe, images": variant("qwen3_vl_moe", sizes=SPECIAL_TOKENS, images=True),
-    "qwen3_5, images": Step(
-        "qwen3_5", SPECIAL_TOKENS | {"vision_config": DELTA_VISION, "text_config": DELTA_TEXT}, images=True
-    ),
-    "qwen3_5_moe, images": Step(
-        "qwen3_5_moe",
-        SPECIAL_TOKENS | {"vision_config": DELTA_VISION, "text_config": DELTA_TEXT | EXPERTS},
-        images=True,
-    ),
-}
-# Attention, experts and batch: each form of each.
-FORMS = (
-    ("eager", "grouped_mm", "plain"),
-    ("eager", "eager", "left padded"),
-    ("sdpa", "grouped_mm", "packed"),
-    ("sdpa", "batched_mm", "right padded"),
-)
-HOW = {
-    # Placement of a parameter, and of the batch: None is a plain batch, and plain buffers.
-    "parameters only": (lambda p, ranks: R, None),
-    "all replicated": (lambda p, ranks: R, R),
-    "rows of parameters": (lambda p, ranks: Shard(0) if p.ndim and p.shape[0] % ranks == 0 else R, R),
-    "batch": (lambda p, ranks: R, Shard(0)),
-}
-
-
-def in_form(inputs: dict[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
-    """The batch with a mask of padding, or of two sequences in each row; tokens of images are never masked."""
-    tokens = inputs["input_ids"]
-    if form == "packed":
-        rows = torch.cat((torch.arange(7), torch.arange(tokens.shape[1] - 7)))
-        return inputs | {"position_ids": rows.expand_as(tokens).contiguous()}
-    if form == "plain":
-        return inputs
-    mask = torch.ones_like(tokens)
-    if form == "left padded":
-        mask[2, :2] = mask[3, :3] = 0
-    else:
-        mask[0, 10:] = mask[1, 8:] = 0
-    return inputs | {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
-
-
-@pytest.mark.ranks(2, timeout=240)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", BARE)
-def test_parameters_distributed_by_hand_train_with_the_code_of_the_model_untouched(name, how):
-    """No plan, no hooks on modules: the parameters are DTensors, and that is all."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    of_parameter, of_batch = HOW[how]
-    for attention, experts, form in FORMS:
-        step = replace(BARE[name], attention=attention, experts=experts)
-        model = step.build()
-        twin = copy.deepcopy(model)
-        for module in model.modules():
-            for key, value in [*module._parameters.items(), *module._buffers.items()]:
-                if isinstance(value, torch.nn.Parameter):
-                    spread = distribute_tensor(value.detach(), mesh, [of_parameter(value, 2)], src_data_rank=None)
-                    module._parameters[key] = torch.nn.Parameter(spread)
-                elif value is not None and of_batch is not None:
-                    module._buffers[key] = distribute_tensor(value, mesh, [R], src_data_rank=None)
-        with implicit_replication():
-            check_step(replace(step, policy="auto"), model, twin, mesh, None if of_batch is None else (of_batch,), form)
-
-
 def check_step(
     step: Step,
     model: torch.nn.Module,
     twin: torch.nn.Module,
     mesh: DeviceMesh,
+    inputs: dict[str, torch.Tensor] | None = None,
     placements: tuple[Any, ...] | None = (Shard(0), R),
-    form: str = "plain",
 ) -> None:
-    """Compare a step with that of the twin; the batch is laid out by ``placements``, or plain."""
-    inputs = in_form(step.inputs(), form)
+    """Compare a step with that of the twin.
+
+    Args:
+        inputs: the batch, by default that of ``step``.
+        placements: how it is laid out; None leaves it plain.
+    """
+    inputs = step.inputs() if inputs is None else inputs
     want = twin(**inputs, use_cache=step.use_cache).loss
     want.backward()
     batch = inputs
