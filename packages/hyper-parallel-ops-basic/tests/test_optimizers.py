@@ -8,6 +8,7 @@ from torch import nn
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.plugins import OpTable
 
 SHAPES = [(5, 6), (7,), (1, 4), (), (3, 2, 2)]
 PLACEMENTS = [
@@ -169,3 +170,47 @@ def lists():
 def test_lists(ranks):
     for seen in ranks(4, lists):
         assert all(seen.values()), seen
+
+
+FOREACH = sorted(
+    entry.name
+    for table in OpTable.all_in_package("hyper_parallel_ops_basic", "tables")
+    for entry in table.entries()
+    if entry.class_name == "Foreach"
+)
+
+
+def on_lists(name):
+    """The function of lists on one device and on the mesh, out of place and in place; what differs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    # Inside the domain of all functions.
+    given = [[torch.sigmoid(v) * 0.8 + 0.1 for v in values(seed)] for seed in (1, 2, 3)]
+    wrong = []
+    for form in {name.rstrip("_"), f"{name.rstrip('_')}_"}:
+        function = getattr(torch, form, None)
+        for arguments in (given, given[:2], given[:1], (given[0], 2.0)) if function is not None else ():
+            plain, spread = (
+                [[make(v) for v, make in zip(a, how, strict=True)] if isinstance(a, list) else a for a in arguments]
+                for how in ([torch.clone] * len(SHAPES), [laid_out(mesh, p) for p in PLACEMENTS])
+            )
+            try:
+                wants = function(*plain)
+            except (TypeError, RuntimeError):
+                continue
+            got = function(*spread)
+            in_place = form.endswith("_") and not all(g is s for g, s in zip(got, spread[0], strict=True))
+            if in_place or not all(same(wants, got)) or [d.placements for d in got] != [tuple(p) for p in PLACEMENTS]:
+                wrong.append((form, len(arguments)))
+            break
+        else:
+            assert function is None, f"no arguments for {form}"
+    return wrong
+
+
+def laid_out(mesh, placements):
+    return lambda value: distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_function_of_lists(ranks, name):
+    assert ranks(4, on_lists, name) == [[]] * 4

@@ -248,7 +248,8 @@ def _by_dim(index: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
-    return _by_dim(indices, (shape,) if isinstance(shape, int) else tuple(shape))
+    found = _by_dim(indices, (shape,) if isinstance(shape, int) else tuple(shape))
+    return torch.stack(found, -1).unbind(-1) if found else ()  # which lie side by side
 
 
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:

@@ -41,8 +41,8 @@ class Foreach(FunctionOp):
         if any(a is None for a in local_args):
             return _one_by_one(func, args, kwargs)
         out = func(*local_args, **{name: _whole(value) for name, value in kwargs.items()})
-        if out is None or func.__name__.endswith("_"):
-            return None
+        if func.__name__.endswith("_"):
+            return [*anchors]
         return type(out)(_like(o, t) for o, t in zip(out, anchors, strict=True))
 
 
@@ -175,7 +175,7 @@ def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             results.append(single(*given, **named[position]))
         else:  # maximum_ and the like have no method
             given[0].copy_(getattr(torch, name[:-1])(*given, **named[position]))
-    return None if inplace else tuple(results)
+    return [*args[0]] if inplace else tuple(results)
 
 
 def _factors(positional: Sequence[Any], kwargs: dict[str, Any], count: int) -> list[Any]:
