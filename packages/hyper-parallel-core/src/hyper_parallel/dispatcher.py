@@ -268,7 +268,9 @@ def _of_function(op: FunctionOp) -> Callable[..., Any]:
     def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if state.mode.skip:
             return on_locals(func, args, kwargs)
-        return into_out(func, args, kwargs) if "out" in kwargs else op.run(func, args, kwargs)
+        if "out" in kwargs and not op.writes_out:
+            return into_out(func, args, kwargs)
+        return op.run(func, args, kwargs)
 
     return run
 

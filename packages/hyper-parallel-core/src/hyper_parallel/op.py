@@ -143,7 +143,13 @@ class FunctionOp(DistributedOp):
     """A rule written as one Python function of DTensors, run on every call and not cached.
 
     For functions that are others in sequence, that read a value out of a tensor, or that change no layout at all.
+
+    Attributes:
+        writes_out: whether :meth:`run` writes the tensors of ``out=``. Otherwise it does not see them, and what it
+            returns is written into them.
     """
+
+    writes_out: bool = False
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of ``func(*args, **kwargs)``; some arguments are DTensors, the others are as the user passed

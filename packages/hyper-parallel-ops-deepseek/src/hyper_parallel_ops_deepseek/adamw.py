@@ -19,6 +19,8 @@ _SIGNATURE = Signature(
 class ApplyAdamW(FusedStep):
     """Writes ``out = (parameter, first moment, second moment)``; the gradient takes the parameter's layout."""
 
+    writes_out = True
+
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = _SIGNATURE.bind(args, kwargs)
         largest = given.get("max_grad_norm")
