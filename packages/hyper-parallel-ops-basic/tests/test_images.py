@@ -76,7 +76,10 @@ class TestLocalResponseNorm(Few):
 
 class TestGridSample(Few):
     op = F.grid_sample
-    samples = (sample(tensor(2, 3, 4, 4), tensor(2, 3, 2, 2, low=-1, high=1), align_corners=False),)
+    samples = (
+        sample(tensor(2, 3, 4, 4), tensor(2, 3, 2, 2, low=-1, high=1), align_corners=False),
+        sample(tensor(2, 1, 3, 4, 2), tensor(2, 3, 5, 2, 3, low=-1, high=1), align_corners=True),
+    )
 
 
 class TestAffineGrid(Few):

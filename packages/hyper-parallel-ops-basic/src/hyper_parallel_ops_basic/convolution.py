@@ -34,7 +34,7 @@ class SlidingKernel(StrategyOp):
         "samples, positions, output channels with the weight, groups; sharded input channels leave a pending sum",
         pending="passes through the input or through the weight, together with the bias",
         communicates="sharded positions: 1 all-to-all of the halo | the same",
-        whole="channels that do not divide into whole groups",
+        whole="channels that do not divide into whole groups, of which the kernel takes no parts",
     )
 
     def __init__(self, op_name: str, *, rank: int) -> None:

@@ -49,6 +49,7 @@ class AffineGrid(StrategyOp):
 
     summary = OpSummary(
         "samples",
+        whole="the matrices: every point of a grid is a product with all of one",
     )
 
     signature = "theta, size, align_corners=None"

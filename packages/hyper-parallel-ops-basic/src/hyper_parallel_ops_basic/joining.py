@@ -128,11 +128,6 @@ def _join(pieces: Sequence[tuple[Layout, tuple[int, ...]]], output: Layout, dim:
 class HStack(Cat):
     """``hstack``: along dim 1, or dim 0 of vectors."""
 
-    summary = OpSummary(
-        "as `cat`",
-        pending="passes when all are pending alike",
-    )
-
     def __init__(self, op_name: str) -> None:
         super().__init__(op_name, at_least=1, dim=1)
 

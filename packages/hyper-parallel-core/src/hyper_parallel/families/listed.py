@@ -31,14 +31,17 @@ class Listed(StrategyOp):
             several), or ``sum`` (a pending sum). Negative dims count from the end. A row that names an argument that
             was not passed leaves it out.
         outputs: number of outputs.
+        whole: for the table of operators, which inputs have to be whole, and why.
     """
 
-    def __init__(self, op_name: str, *, signature: str, rows: Sequence[Mapping[str, Any]], outputs: int = 1) -> None:
+    def __init__(
+        self, op_name: str, *, signature: str, rows: Sequence[Mapping[str, Any]], outputs: int = 1, whole: str = ""
+    ) -> None:
         self.signature = signature
         super().__init__(op_name)
         self.rows, self.outputs = rows, outputs
         together = ("; ".join(f"{n} {d}" for n, d in row.items() if n != "out") for row in rows)
-        self.summary = OpSummary(f"dims {' or '.join(together)}")
+        self.summary = OpSummary(f"dims {' or '.join(together)}", whole=whole)
 
     def num_outputs(self, call: Call) -> int:
         return self.outputs
