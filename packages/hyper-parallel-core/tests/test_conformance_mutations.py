@@ -11,7 +11,16 @@ from hyper_parallel.dtensor import wrap
 from hyper_parallel.families.elementwise import Elementwise
 from hyper_parallel.op import FunctionOp
 from hyper_parallel.strategy import LayoutOp, P, R, S
-from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, RanksFailed, check_op, sample, tensor
+from hyper_parallel.testing import (
+    ConformanceError,
+    OpConformance,
+    OpUnderTest,
+    RanksFailed,
+    at_most,
+    check_op,
+    sample,
+    tensor,
+)
 from hyper_parallel.testing.function_operators import Rows, distributed
 
 ONE = ((2,),)
@@ -311,10 +320,6 @@ def test_out_form_that_does_not_write_is_found(ranks):
         ForgetsOut().test_out(ranks, (0, (2,), True))
 
 
-def no_collectives(layouts):
-    return {}
-
-
 def reduces_in_secret(x):
     group = torch.distributed.group.WORLD
     all_reduce(torch.zeros(()), group)
@@ -328,4 +333,4 @@ def talks(x):
 
 def test_undeclared_collective_is_found(ranks):
     with pytest.raises(ConformanceError, match="1 all_reduce in the forward, declared at most 0"):
-        check_op(ranks, talks, tensor(4), meshes=ONE, declared=OpUnderTest(talks, max_collectives=no_collectives))
+        check_op(ranks, talks, tensor(4), meshes=ONE, declared=OpUnderTest(talks, max_collectives=at_most()))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import CommTrace, PackedShard, Replicate, Shard, distribute_tensor
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 
 
@@ -16,6 +16,7 @@ class Quick(OpConformance):
 
 class TestConv2d(Quick):
     op = F.conv2d
+    max_collectives = at_most(all_to_all=2)
     samples = (
         sample(tensor(3, 4, 7, 6), tensor(5, 4, 3, 2), tensor(5), padding=1),
         sample(tensor(2, 8, 5, 9), tensor(8, 2, 3, 3), groups=4, stride=(1, 2), dilation=(2, 1), padding=(2, 0)),
@@ -25,11 +26,13 @@ class TestConv2d(Quick):
 
 class TestConv3d(Quick):
     op = F.conv3d
+    max_collectives = at_most(all_to_all=2)
     samples = (sample(tensor(3, 2, 4, 5, 4), tensor(3, 2, 2, 2, 2), tensor(3), stride=2),)
 
 
 class TestConvTranspose(Quick):
     op = F.conv_transpose1d
+    max_collectives = at_most(all_to_all=1)
     samples = (
         sample(tensor(3, 4, 7), tensor(4, 5, 3), tensor(5), stride=2, padding=1, output_padding=1),
         sample(tensor(2, 4, 5), tensor(4, 2, 2), stride=3, dilation=2, groups=4),

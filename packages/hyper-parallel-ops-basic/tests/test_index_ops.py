@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hyper_parallel import PackedShard, RedistributionError, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 
 MATRIX, ROWS, COLUMNS = tensor(5, 6), tensor(3, 6), tensor(5, 3)
@@ -27,11 +27,13 @@ class Quick(OpConformance):
 
 class TestIndexSelect(Quick):
     op = torch.index_select
+    max_collectives = at_most(all_gather=1, all_to_all=1)
     samples = (sample(MATRIX, 0, IDS), sample(MATRIX, -1, IDS), sample(tensor(), 0, torch.tensor([0])))
 
 
 class TestGather(Quick):
     op = torch.gather
+    max_collectives = at_most(all_gather=1, all_to_all=1)
     samples = (
         sample(MATRIX, 0, ROW_IDS),
         sample(MATRIX, 1, COLUMN_IDS),
@@ -41,41 +43,48 @@ class TestGather(Quick):
 
 class TestIndexAdd(Quick):
     op = torch.index_add
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     inplace = "index_add_"
     samples = (sample(MATRIX, 0, IDS, ROWS, alpha=2), sample(MATRIX, 1, IDS, COLUMNS))
 
 
 class TestIndexCopy(Quick):
     op = torch.index_copy
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     inplace = "index_copy_"
     samples = (sample(MATRIX, 0, IDS, ROWS),)
 
 
 class TestIndexFill(Quick):
     op = torch.index_fill
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     inplace = "index_fill_"
     samples = (sample(MATRIX, 1, IDS, 2.0), sample(MATRIX, 0, torch.tensor([-1, 2, -5]), 2.0))
 
 
 class TestIndexReduce(Quick):
     op = torch.index_reduce
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     samples = (sample(MATRIX, 0, IDS, ROWS, "amax"),)
 
 
 class TestScatter(Quick):
     op = torch.scatter
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     inplace = "scatter_"
     samples = (sample(MATRIX, 0, DISTINCT, ROWS), sample(MATRIX, 0, DISTINCT, 1.0))
 
 
 class TestScatterAdd(Quick):
     op = torch.scatter_add
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     inplace = "scatter_add_"
     samples = (sample(MATRIX, 0, ROW_IDS, ROWS), sample(MATRIX, 1, COLUMN_IDS, COLUMNS))
 
 
 class TestScatterReduce(Quick):
     op = torch.scatter_reduce
+    max_collectives = at_most(all_gather=2, all_to_all=5)
     inplace = "scatter_reduce_"
     samples = (
         sample(MATRIX, 0, ROW_IDS, ROWS, "sum"),
@@ -86,6 +95,7 @@ class TestScatterReduce(Quick):
 
 class TestEmbedding(Quick):
     op = F.embedding
+    max_collectives = at_most(all_gather=1, all_to_all=1)
     samples = (
         sample(tensor(2, 5, dtype=torch.int64, high=6), tensor(6, 5)),
         sample(tensor(2, 5, dtype=torch.int64, high=6), tensor(6, 5), padding_idx=-1),
@@ -96,6 +106,7 @@ class TestEmbedding(Quick):
 
 class TestOneHot(Quick):
     op = F.one_hot
+    max_collectives = at_most(all_reduce=1)
     samples = (
         sample(tensor(2, 5, dtype=torch.int64), 7),
         sample(tensor(5, dtype=torch.int64)),

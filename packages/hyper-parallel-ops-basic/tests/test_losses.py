@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import Shard, distribute_tensor
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 
 LABELS = tensor(5, dtype=torch.int64, high=6)
@@ -17,6 +17,7 @@ WEIGHT = tensor(6, low=0.5, high=2.0, grad=False)
 
 class TestCrossEntropy(OpConformance):
     op = F.cross_entropy
+    max_collectives = at_most(all_reduce=3)
     meshes = ((4,), (2, 2))
     max_layouts = 25
     samples = (
@@ -37,6 +38,7 @@ class TestCrossEntropy(OpConformance):
 
 class TestNLLLoss(OpConformance):
     op = F.nll_loss
+    max_collectives = at_most(all_reduce=2)
     meshes = ((4,), (2, 2))
     max_layouts = 25
     samples = (
@@ -54,6 +56,7 @@ BIAS = tensor(6)
 
 class TestLinearCrossEntropy(OpConformance):
     op = F.linear_cross_entropy
+    max_collectives = at_most(all_reduce=3, reduce_scatter=1)
     meshes = ((4,), (2, 2))
     max_layouts = 15
     samples = (
@@ -80,6 +83,7 @@ CHANCES = (tensor(5, 6, low=0.1, high=0.9), tensor(5, 6, low=0.1, high=0.9))
 
 class TestMSELoss(PointwiseLosses):
     op = F.mse_loss
+    max_collectives = at_most(all_reduce=1)
     samples = (
         sample(*PAIR),
         sample(*PAIR, reduction="none"),
@@ -89,26 +93,31 @@ class TestMSELoss(PointwiseLosses):
 
 class TestL1Loss(PointwiseLosses):
     op = F.l1_loss
+    max_collectives = at_most()
     samples = (sample(*PAIR), sample(*PAIR, reduction="sum"))
 
 
 class TestSmoothL1Loss(PointwiseLosses):
     op = F.smooth_l1_loss
+    max_collectives = at_most()
     samples = (sample(*PAIR, beta=0.5),)
 
 
 class TestHuberLoss(PointwiseLosses):
     op = F.huber_loss
+    max_collectives = at_most()
     samples = (sample(*PAIR, delta=0.7), sample(*PAIR, weight=tensor(5, 6, low=0.5)))
 
 
 class TestSoftMarginLoss(PointwiseLosses):
     op = F.soft_margin_loss
+    max_collectives = at_most()
     samples = (sample(tensor(5, 6), tensor(5, 6, grad=False)),)
 
 
 class TestKLDiv(PointwiseLosses):
     op = F.kl_div
+    max_collectives = at_most()
     samples = (
         sample(*CHANCES, reduction="batchmean"),
         sample(*PAIR, log_target=True),
@@ -118,11 +127,13 @@ class TestKLDiv(PointwiseLosses):
 
 class TestBCE(PointwiseLosses):
     op = F.binary_cross_entropy
+    max_collectives = at_most()
     samples = (sample(*CHANCES), sample(*CHANCES, tensor(6, low=0.5, grad=False)))
 
 
 class TestBCEWithLogits(PointwiseLosses):
     op = F.binary_cross_entropy_with_logits
+    max_collectives = at_most()
     samples = (
         sample(tensor(5, 6), CHANCES[1]),
         sample(tensor(5, 6), CHANCES[1], pos_weight=tensor(6, low=0.5, grad=False)),
@@ -131,6 +142,7 @@ class TestBCEWithLogits(PointwiseLosses):
 
 class TestPoissonNLLLoss(PointwiseLosses):
     op = F.poisson_nll_loss
+    max_collectives = at_most()
     samples = (sample(tensor(5, 6), tensor(5, 6, low=1.0, high=3.0, grad=False)),)
 
 

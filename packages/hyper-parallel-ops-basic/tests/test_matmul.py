@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 
 
 class Products(OpConformance):
@@ -13,6 +13,7 @@ class Products(OpConformance):
 
 class TestMatmul(Products):
     op = torch.matmul
+    max_collectives = at_most()
     samples = (
         sample(tensor(5, 6), tensor(6, 3)),
         sample(tensor(5), tensor(5)),
@@ -25,17 +26,20 @@ class TestMatmul(Products):
 
 class TestMm(Products):
     op = torch.mm
+    max_collectives = at_most(all_gather=1, all_reduce=1)
     out = True
     samples = (sample(tensor(2, 5), tensor(5, 3)),)
 
 
 class TestBmm(Products):
     op = torch.bmm
+    max_collectives = at_most()
     samples = (sample(tensor(3, 2, 5), tensor(3, 5, 4)),)
 
 
 class TestLinear(Products):
     op = F.linear
+    max_collectives = at_most()
     samples = (
         sample(tensor(5, 6), tensor(3, 6)),
         sample(tensor(5, 6), tensor(3, 6), tensor(3)),
@@ -47,22 +51,26 @@ class TestLinear(Products):
 
 class TestAddmm(Products):
     op = torch.addmm
+    max_collectives = at_most()
     inplace = "addmm_"
     samples = (sample(tensor(5, 3), tensor(5, 6), tensor(6, 3), beta=0.5, alpha=2.0),)
 
 
 class TestAddmmWithBroadcast(Products):
     op = torch.addmm
+    max_collectives = at_most()
     samples = (sample(tensor(3), tensor(5, 6), tensor(6, 3)), sample(tensor(5, 1), tensor(5, 6), tensor(6, 3)))
 
 
 class TestBaddbmm(Products):
     op = torch.baddbmm
+    max_collectives = at_most()
     samples = (sample(tensor(3, 2, 4), tensor(3, 2, 5), tensor(3, 5, 4)),)
 
 
 class TestAddbmm(Products):
     op = torch.addbmm
+    max_collectives = at_most()
     samples = (
         sample(tensor(2, 4), tensor(3, 2, 5), tensor(3, 5, 4)),
         sample(batch2=tensor(3, 5, 4), batch1=tensor(3, 2, 5), input=tensor(2, 4)),
@@ -71,6 +79,7 @@ class TestAddbmm(Products):
 
 class TestAddmv(Products):
     op = torch.addmv
+    max_collectives = at_most()
     samples = (
         sample(tensor(5), tensor(5, 6), tensor(6)),
         sample(tensor(1), tensor(3, 6), tensor(6)),
@@ -82,6 +91,7 @@ class TestAddmv(Products):
 
 class TestEinsum(Products):
     op = torch.einsum
+    max_collectives = at_most()
     samples = (
         sample("bqd,bkd->bqk", tensor(2, 3, 4), tensor(2, 5, 4)),
         sample("...ij,jk->...ik", tensor(2, 3, 4), tensor(4, 5)),

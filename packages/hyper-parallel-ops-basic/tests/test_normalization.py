@@ -3,13 +3,14 @@
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 
 MESHES = ((4,), (2, 2))
 
 
 class TestSoftmax(OpConformance):
     op = F.softmax
+    max_collectives = at_most(all_reduce=2)
     meshes = MESHES
     samples = (
         sample(tensor(5, 6), dim=-1),
@@ -21,18 +22,21 @@ class TestSoftmax(OpConformance):
 
 class TestLogSoftmax(OpConformance):
     op = torch.log_softmax
+    max_collectives = at_most(all_reduce=2)
     meshes = MESHES
     samples = (sample(tensor(5, 6), 0), sample(tensor(2, 1, 5), -1))
 
 
 class TestSoftmin(OpConformance):
     op = F.softmin
+    max_collectives = at_most(all_reduce=2)
     meshes = MESHES
     samples = (sample(tensor(5, 6), dim=1),)
 
 
 class TestLayerNorm(OpConformance):
     op = F.layer_norm
+    max_collectives = at_most(all_reduce=2)
     meshes = MESHES
     samples = (
         sample(tensor(5, 6), (6,), tensor(6), tensor(6)),
@@ -43,6 +47,7 @@ class TestLayerNorm(OpConformance):
 
 class TestRMSNorm(OpConformance):
     op = F.rms_norm
+    max_collectives = at_most(all_reduce=1)
     meshes = MESHES
     samples = (
         sample(tensor(5, 6), (6,), tensor(6)),
@@ -53,6 +58,7 @@ class TestRMSNorm(OpConformance):
 
 class TestGroupNorm(OpConformance):
     op = F.group_norm
+    max_collectives = at_most(all_reduce=2)
     meshes = MESHES
     samples = (sample(tensor(5, 8, 2), 4, tensor(8), tensor(8)), sample(tensor(3, 8, 2), 8))
 
@@ -70,6 +76,7 @@ def low_precision(x, weight):
 
 class TestLowPrecision(OpConformance):
     op = low_precision
+    max_collectives = at_most(all_reduce=9)
     meshes = ((2, 2),)
     rtol = atol = 0.1  # a pending sum in bfloat16 is no closer
     samples = (sample(tensor(3, 6, dtype=torch.bfloat16), tensor(6, dtype=torch.bfloat16)),)

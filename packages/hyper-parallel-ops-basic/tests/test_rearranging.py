@@ -5,7 +5,7 @@ import torch
 
 from hyper_parallel import PackedShard, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 
 MATRIX, NARROW, VECTOR = tensor(5, 6), tensor(5, 2), tensor(6)
@@ -18,46 +18,55 @@ class Quick(OpConformance):
 
 class TestCat(Quick):
     op = torch.cat
+    max_collectives = at_most(all_to_all=1)
     samples = (sample([MATRIX, MATRIX]), sample((MATRIX, NARROW, MATRIX), dim=-1))
 
 
 class TestStack(Quick):
     op = torch.stack
+    max_collectives = at_most()
     samples = (sample([MATRIX, MATRIX], 1),)
 
 
 class TestVStack(Quick):
     op = torch.vstack
+    max_collectives = at_most()
     samples = (sample([MATRIX, VECTOR]), sample([VECTOR, VECTOR]))
 
 
 class TestHStack(Quick):
     op = torch.hstack
+    max_collectives = at_most(all_to_all=1)
     samples = (sample([MATRIX, NARROW]), sample([VECTOR, VECTOR]))
 
 
 class TestFlip(Quick):
     op = torch.flip
+    max_collectives = at_most(all_to_all=2)
     samples = (sample(MATRIX, [0]), sample(MATRIX, [1, -2]))
 
 
 class TestRoll(Quick):
     op = torch.roll
+    max_collectives = at_most(all_to_all=2)
     samples = (sample(MATRIX, 2, 1), sample(MATRIX, (1, 2), (0, 1)), sample(MATRIX, 2))
 
 
 class TestRepeat(Quick):
     op = torch.Tensor.repeat
+    max_collectives = at_most(all_to_all=1)
     samples = (sample(MATRIX, 2, 1), sample(VECTOR, (2, 1, 3)))
 
 
 class TestTile(Quick):
     op = torch.tile
+    max_collectives = at_most(all_to_all=1)
     samples = (sample(MATRIX, (2,)),)
 
 
 class TestRepeatInterleave(Quick):
     op = torch.repeat_interleave
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     samples = (
         sample(MATRIX, 2, 0),
         sample(tensor(3, 8), 3, dim=1),
@@ -74,12 +83,14 @@ class TestRepeatInterleave(Quick):
 
 class TestTril(Quick):
     op = torch.tril
+    max_collectives = at_most()
     inplace = "tril_"
     samples = (sample(MATRIX), sample(tensor(2, 6, 5), -1))
 
 
 class TestTriu(Quick):
     op = torch.triu
+    max_collectives = at_most()
     inplace = "triu_"
     samples = (sample(MATRIX, 1), sample(tensor(2, 1), 0))
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 
 
 class Reductions(OpConformance):
@@ -17,6 +17,7 @@ THIN = tensor(2, 1, 5)  # some ranks hold nothing
 
 class TestSum(Reductions):
     op = torch.sum
+    max_collectives = at_most()
     samples = (
         sample(MATRIX),
         sample(MATRIX, 0),
@@ -31,6 +32,7 @@ class TestSum(Reductions):
 
 class TestMean(Reductions):
     op = torch.mean
+    max_collectives = at_most()
     samples = (
         sample(MATRIX),
         sample(MATRIX, 0),
@@ -42,16 +44,19 @@ class TestMean(Reductions):
 
 class TestNanSum(Reductions):
     op = torch.nansum
+    max_collectives = at_most()
     samples = (sample(torch.tensor([[1.0, torch.nan, 3.0], [torch.nan, 5.0, 6.0]]), 0),)
 
 
 class TestCountNonzero(Reductions):
     op = torch.count_nonzero
+    max_collectives = at_most()
     samples = (sample(tensor(5, 3, dtype=torch.int64, low=0, high=2)), sample(tensor(5, 3, dtype=torch.bool), dim=0))
 
 
 class TestProd(Reductions):
     op = torch.prod
+    max_collectives = at_most(all_gather=1)
     samples = (
         sample(MATRIX, 0),
         sample(torch.tensor([1.0, 0.0, 3.0, 2.0, 5.0], dtype=torch.float64)),
@@ -62,6 +67,7 @@ class TestProd(Reductions):
 
 class TestAny(Reductions):
     op = torch.any
+    max_collectives = at_most()
     samples = (
         sample(tensor(5, 3, dtype=torch.bool)),
         sample(THIN, dim=0),
@@ -71,6 +77,7 @@ class TestAny(Reductions):
 
 class TestAll(Reductions):
     op = torch.all
+    max_collectives = at_most()
     samples = (sample(tensor(5, 3, dtype=torch.bool), 0), sample(tensor(2, dtype=torch.bool)))
 
 
@@ -80,6 +87,7 @@ NANS = torch.tensor([1.0, torch.nan, 3.0, torch.nan, 2.0], dtype=torch.float64)
 
 class TestAmax(Reductions):
     op = torch.amax
+    max_collectives = at_most(all_reduce=1)
     samples = (
         sample(MATRIX, 0),
         sample(MATRIX, (0, 1)),
@@ -91,11 +99,13 @@ class TestAmax(Reductions):
 
 class TestAmin(Reductions):
     op = torch.amin
+    max_collectives = at_most(all_reduce=1)
     samples = (sample(MATRIX, 1), sample(tensor(2, 3, dtype=torch.int32, low=-9), (0, 1)))
 
 
 class TestMax(Reductions):
     op = torch.max
+    max_collectives = at_most(all_reduce=2)
     samples = (
         sample(MATRIX),
         sample(MATRIX, 0),
@@ -111,6 +121,7 @@ class TestMax(Reductions):
 
 class TestMin(Reductions):
     op = torch.min
+    max_collectives = at_most(all_reduce=2)
     samples = (sample(MATRIX), sample(TIES, 0), sample(NANS, 0).options(name="nan"), sample(MATRIX, other=MATRIX))
 
 
@@ -122,11 +133,13 @@ class TestNan(Reductions):
     """One rank's NaN is everyone's, pending or not."""
 
     op = nan_extremes
+    max_collectives = at_most(all_reduce=2)
     samples = (sample(NANS.float()), sample(tensor(3)))
 
 
 class TestArgmax(Reductions):
     op = torch.argmax
+    max_collectives = at_most(all_reduce=2)
     samples = (
         sample(MATRIX),
         sample(TIES),
@@ -139,16 +152,19 @@ class TestArgmax(Reductions):
 
 class TestArgmin(Reductions):
     op = torch.argmin
+    max_collectives = at_most(all_reduce=2)
     samples = (sample(MATRIX, 1), sample(tensor(5, 6, dtype=torch.int64)))
 
 
 class TestAminmax(Reductions):
     op = torch.aminmax
+    max_collectives = at_most(all_reduce=2)
     samples = (sample(MATRIX), sample(MATRIX, dim=0), sample(THIN, dim=0, keepdim=True))
 
 
 class TestVar(Reductions):
     op = torch.var
+    max_collectives = at_most(all_reduce=2)
     samples = (
         sample(MATRIX),
         sample(MATRIX, 0),
@@ -163,21 +179,25 @@ class TestVar(Reductions):
 
 class TestStd(Reductions):
     op = torch.std
+    max_collectives = at_most(all_reduce=2)
     samples = (sample(MATRIX, 0), sample(MATRIX, 1, correction=0), sample(COMPLEX, 1))
 
 
 class TestVarMean(Reductions):
     op = torch.var_mean
+    max_collectives = at_most(all_reduce=2)
     samples = (sample(MATRIX), sample(MATRIX, dim=1, keepdim=True), sample(THIN, dim=0), sample(COMPLEX))
 
 
 class TestStdMean(Reductions):
     op = torch.std_mean
+    max_collectives = at_most(all_reduce=2)
     samples = (sample(MATRIX, 0),)
 
 
 class TestLogsumexp(Reductions):
     op = torch.logsumexp
+    max_collectives = at_most(all_reduce=2)
     samples = (
         sample(MATRIX, 0),
         sample(MATRIX, (0, 1)),
@@ -190,6 +210,7 @@ class TestLogsumexp(Reductions):
 
 class TestVectorNorm(Reductions):
     op = torch.linalg.vector_norm
+    max_collectives = at_most(all_reduce=1)
     samples = (
         *(sample(MATRIX, p) for p in (2.0, 1, 0, torch.inf, -torch.inf, -1.5)),
         *(sample(MATRIX, p, 0) for p in (2, 1.5)),
@@ -200,11 +221,13 @@ class TestVectorNorm(Reductions):
 
 class TestNorm(Reductions):
     op = torch.norm
+    max_collectives = at_most(all_reduce=1)
     samples = (sample(MATRIX), sample(MATRIX, 1, 0), sample(MATRIX, p="fro", dim=1, keepdim=True))
 
 
 class TestLinalgNorm(Reductions):
     op = torch.linalg.norm
+    max_collectives = at_most(all_gather=1, all_reduce=2, all_to_all=1)
     samples = (
         sample(MATRIX),
         sample(MATRIX, 2, 0),
@@ -218,6 +241,7 @@ class TestLinalgNorm(Reductions):
 
 class TestCumsum(Reductions):
     op = torch.cumsum
+    max_collectives = at_most(all_gather=1)
     inplace = "cumsum_"
     samples = (
         sample(MATRIX, 0),
@@ -229,11 +253,13 @@ class TestCumsum(Reductions):
 
 class TestCumsumOfWholeParts(Reductions):
     op = torch.cumsum
+    max_collectives = at_most(all_gather=1)
     samples = (sample(tensor(5, 6, high=9, grad=False), 0, dtype=torch.int64),)
 
 
 class TestTopk(Reductions):
     op = torch.topk
+    max_collectives = at_most(all_gather=1)
     samples = (
         sample(MATRIX, 3),
         sample(MATRIX, k=2, dim=0, largest=False),
@@ -245,36 +271,43 @@ class TestTopk(Reductions):
 
 class TestSort(Reductions):
     op = torch.sort
+    max_collectives = at_most(all_to_all=3)
     samples = (sample(MATRIX), sample(MATRIX, 0, True), sample(THIN, dim=1), sample(tensor(2, 5, 3, 1), dim=1))
 
 
 class TestArgsort(Reductions):
     op = torch.argsort
+    max_collectives = at_most(all_to_all=2)
     samples = (sample(MATRIX), sample(MATRIX, dim=0, descending=True))
 
 
 class TestMedian(Reductions):
     op = torch.median
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     samples = (sample(MATRIX), sample(MATRIX, 0), sample(MATRIX, dim=0, keepdim=True), sample(NANS))
 
 
 class TestNanmedian(Reductions):
     op = torch.nanmedian
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     samples = (sample(NANS), sample(MATRIX, 1))
 
 
 class TestKthvalue(Reductions):
     op = torch.kthvalue
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     samples = (sample(MATRIX, 2), sample(MATRIX, k=5, dim=0, keepdim=True), sample(tensor(3, 2, 5), 2, 0))
 
 
 class TestMode(Reductions):
     op = torch.mode
+    max_collectives = at_most(all_gather=2, all_to_all=1)
     samples = (sample(tensor(5, 6, dtype=torch.int64), 0), sample(tensor(7, dtype=torch.int64)))
 
 
 class TestCumprod(Reductions):
     op = torch.cumprod
+    max_collectives = at_most(all_gather=1)
     inplace = "cumprod_"
     samples = (
         sample(MATRIX, 0),
@@ -285,6 +318,7 @@ class TestCumprod(Reductions):
 
 class TestLogcumsumexp(Reductions):
     op = torch.logcumsumexp
+    max_collectives = at_most(all_gather=1)
     samples = (
         sample(MATRIX, 0),
         sample(tensor(2, 6), 1),
@@ -296,6 +330,7 @@ class TestLogcumsumexp(Reductions):
 
 class TestCummax(Reductions):
     op = torch.cummax
+    max_collectives = at_most(all_gather=2)
     samples = (
         sample(MATRIX, 1),
         sample(MATRIX, 0),
@@ -308,6 +343,7 @@ class TestCummax(Reductions):
 
 class TestCummin(Reductions):
     op = torch.cummin
+    max_collectives = at_most(all_gather=2)
     samples = (
         sample(MATRIX, 0),
         sample(tensor(9, dtype=torch.int64), 0),

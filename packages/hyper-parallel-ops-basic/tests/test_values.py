@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor, redistribute_policy
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 
 MATRIX = tensor(5, 6)
@@ -17,6 +17,7 @@ class Quick(OpConformance):
 
 class TestTo(Quick):
     op = torch.Tensor.to
+    max_collectives = at_most()
     rtol = atol = 1e-4
     samples = (
         sample(MATRIX, torch.float32),
@@ -29,36 +30,43 @@ class TestTo(Quick):
 
 class TestTypeAs(Quick):
     op = torch.Tensor.type_as
+    max_collectives = at_most()
     samples = (sample(MATRIX, tensor(3, dtype=torch.int32)),)
 
 
 class TestBool(Quick):
     op = torch.Tensor.bool
+    max_collectives = at_most()
     samples = (sample(MATRIX),)
 
 
 class TestZerosLike(Quick):
     op = torch.zeros_like
+    max_collectives = at_most()
     samples = (sample(MATRIX), sample(MATRIX, dtype=torch.int64))
 
 
 class TestFullLike(Quick):
     op = torch.full_like
+    max_collectives = at_most()
     samples = (sample(MATRIX, 3.0),)
 
 
 class TestNewZeros(Quick):
     op = torch.Tensor.new_zeros
+    max_collectives = at_most()
     samples = (sample(MATRIX, 5, 6), sample(MATRIX, (2, 3)), sample(MATRIX, (5, 6), dtype=torch.int32))
 
 
 class TestNewFull(Quick):
     op = torch.Tensor.new_full
+    max_collectives = at_most()
     samples = (sample(MATRIX, (5, 6), 2.0), sample(MATRIX, size=(4,), fill_value=1))
 
 
 class TestNewTensor(Quick):
     op = torch.Tensor.new_tensor
+    max_collectives = at_most()
     samples = (sample(MATRIX, [1.0, 2.0]),)
 
 
@@ -68,6 +76,7 @@ def filled(x):
 
 class TestFill(Quick):
     op = filled
+    max_collectives = at_most()
     samples = (sample(MATRIX),)
 
 
@@ -77,6 +86,7 @@ def overwritten(x, source):
 
 class TestCopy(Quick):
     op = overwritten
+    max_collectives = at_most()
     samples = (sample(MATRIX, MATRIX), sample(MATRIX, tensor(6)))
 
 

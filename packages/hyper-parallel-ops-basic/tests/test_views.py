@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor, redistribute_policy
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 
 
@@ -15,6 +15,7 @@ class Views(OpConformance):
 
 class TestView(Views):
     op = torch.Tensor.view
+    max_collectives = at_most()
     samples = (
         sample(tensor(8), 2, 4),
         sample(tensor(4, 6), 24),
@@ -34,6 +35,7 @@ class TestView(Views):
 
 class TestViewAsDtype(Views):
     op = torch.Tensor.view
+    max_collectives = at_most()
     samples = (
         sample(tensor(5, 6, dtype=torch.int32), torch.float32),
         sample(tensor(5, 6, dtype=torch.int64), torch.int16).options(name="more_elements"),
@@ -44,6 +46,7 @@ class TestViewAsDtype(Views):
 
 class TestReshape(Views):
     op = torch.reshape
+    max_collectives = at_most()
     samples = (
         sample(tensor(4, 6), (2, 2, 6)),
         sample(tensor(3, 5), (15,)),
@@ -55,16 +58,19 @@ class TestReshape(Views):
 
 class TestFlatten(Views):
     op = torch.flatten
+    max_collectives = at_most()
     samples = (sample(tensor(2, 4, 6)), sample(tensor(2, 4, 6), 1), sample(tensor(2, 4, 6), start_dim=0, end_dim=1))
 
 
 class TestUnflatten(Views):
     op = torch.unflatten
+    max_collectives = at_most()
     samples = (sample(tensor(8, 3), 0, (4, 2)), sample(tensor(5, 8), -1, (2, -1)))
 
 
 class TestSqueeze(Views):
     op = torch.squeeze
+    max_collectives = at_most()
     samples = (
         sample(tensor(1, 5, 1)),
         sample(tensor(1, 5, 1), 0),
@@ -76,26 +82,31 @@ class TestSqueeze(Views):
 
 class TestUnsqueeze(Views):
     op = torch.unsqueeze
+    max_collectives = at_most()
     samples = (sample(tensor(5, 3), 0), sample(tensor(5, 3), -1), sample(tensor(1), 0), sample(tensor(2, 0), 1))
 
 
 class TestTranspose(Views):
     op = torch.transpose
+    max_collectives = at_most()
     samples = (sample(tensor(5, 3), 0, 1), sample(tensor(2, 3, 5), dim0=-1, dim1=0))
 
 
 class TestPermute(Views):
     op = torch.permute
+    max_collectives = at_most()
     samples = (sample(tensor(2, 3, 5), (2, 0, 1)), sample(tensor(2, 3, 5), dims=(0, -1, 1)))
 
 
 class TestMovedim(Views):
     op = torch.movedim
+    max_collectives = at_most()
     samples = (sample(tensor(2, 3, 5), 0, 2), sample(tensor(2, 3, 5), (0, 1), (-1, 0)))
 
 
 class TestExpand(Views):
     op = torch.Tensor.expand
+    max_collectives = at_most()
     samples = (
         sample(tensor(5, 1), 5, 4),
         sample(tensor(3), 2, 3),
@@ -106,6 +117,7 @@ class TestExpand(Views):
 
 class TestExpandAs(Views):
     op = torch.Tensor.expand_as
+    max_collectives = at_most()
     samples = (sample(tensor(5, 1), tensor(5, 4)),)
 
 
@@ -115,6 +127,7 @@ def matrix_transposes(x):
 
 class TestMatrixTransposes(Views):
     op = matrix_transposes
+    max_collectives = at_most()
     samples = (sample(tensor(5, 3)),)
 
 
@@ -126,6 +139,7 @@ class TestViewsOfUnboundRows(Views):
     """Each is dense on one device, and where it is a copy."""
 
     op = viewed_rows
+    max_collectives = at_most(all_gather=1)
     samples = (sample(tensor(3, 5, 4)),)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hyper_parallel.testing.case_runner import OpUnderTest
     from hyper_parallel.testing.conformance import OpConformance, check_op
     from hyper_parallel.testing.failures import NotSendableError, RankFailure, RanksFailed, RanksSkipped, RanksTimedOut
-    from hyper_parallel.testing.inputs import sample, tensor
+    from hyper_parallel.testing.inputs import at_most, sample, tensor
     from hyper_parallel.testing.placing import make, mesh_of
     from hyper_parallel.testing.plugin_contract import PluginContract
     from hyper_parallel.testing.pool import WorkerPool
@@ -32,6 +32,7 @@ __all__ = [
     "RanksSkipped",
     "RanksTimedOut",
     "WorkerPool",
+    "at_most",
     "check_op",
     "make",
     "mesh_of",
@@ -51,6 +52,7 @@ _HOMES = {
     "RanksSkipped": "failures",
     "RanksTimedOut": "failures",
     "WorkerPool": "pool",
+    "at_most": "inputs",
     "check_op": "conformance",
     "make": "placing",
     "mesh_of": "placing",

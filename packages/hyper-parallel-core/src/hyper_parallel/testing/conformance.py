@@ -51,8 +51,9 @@ class OpConformance:
         meshes: shapes of the meshes, of one or two axes.
         max_layouts: cases per sample and mesh, strategies not counted.
         unsupported: given the layouts of the tensor inputs, whether a ValueError is required.
-        max_collectives: how often each collective may run in the forward under the default policy, or a function that
-            says so for given layouts; what is not named may not run.
+        max_collectives: how often each collective may run in the forward under the default policy (what is not named
+            may not run), or a function that says so for given layouts: ``at_most(all_reduce=2)`` adds what carries out
+            pending inputs.
         gaps: known failures: patterns of test ids (``"5x3-*-2x2"``) and the reason. They are strict xfails.
         rtol, atol: tolerances; by default 1e-9 for float64, 1e-5 for float32, 2e-2 below.
     """

@@ -9,11 +9,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from hyper_parallel.placements import is_partial
+
 if TYPE_CHECKING:
     from hyper_parallel.layout import Layout
 
 Unsupported = Callable[[Sequence["Layout"]], bool]
 MaxCollectives = Mapping[str, int] | Callable[[Sequence["Layout"]], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Made by :func:`at_most`."""
+
+    inside: Mapping[str, int]
+
+    def __call__(self, layouts: Sequence[Layout]) -> Mapping[str, int]:
+        pending = sum(is_partial(p) for layout in layouts for p in layout.placements)
+        reductions = {name: self.inside.get(name, 0) + pending for name in ("all_reduce", "reduce_scatter")}
+        return {**self.inside, **reductions}
+
+
+def at_most(**inside: int) -> AtMost:
+    """``max_collectives`` of an operator that communicates this inside, ``at_most(all_reduce=2)``, and nothing else but
+    what carries out pending inputs: one all-reduce or reduce-scatter for each."""
+    return AtMost(inside)
 
 
 @dataclass(frozen=True)
