@@ -27,13 +27,13 @@ class Quick(OpConformance):
 
 class TestIndexSelect(Quick):
     op = torch.index_select
-    max_collectives = at_most(all_gather=1, all_to_all=1)
+    max_collectives = at_most(all_gather=2, all_to_all=2)
     samples = (sample(MATRIX, 0, IDS), sample(MATRIX, -1, IDS), sample(tensor(), 0, torch.tensor([0])))
 
 
 class TestGather(Quick):
     op = torch.gather
-    max_collectives = at_most(all_gather=1, all_to_all=1)
+    max_collectives = at_most(all_gather=2, all_to_all=2)
     samples = (
         sample(MATRIX, 0, ROW_IDS),
         sample(MATRIX, 1, COLUMN_IDS),
@@ -43,48 +43,48 @@ class TestGather(Quick):
 
 class TestIndexAdd(Quick):
     op = torch.index_add
-    max_collectives = at_most(all_gather=2, all_to_all=1)
+    max_collectives = at_most(all_gather=4, all_to_all=4)  # of indices and of sources, by each mesh axis
     inplace = "index_add_"
     samples = (sample(MATRIX, 0, IDS, ROWS, alpha=2), sample(MATRIX, 1, IDS, COLUMNS))
 
 
 class TestIndexCopy(Quick):
     op = torch.index_copy
-    max_collectives = at_most(all_gather=2, all_to_all=1)
+    max_collectives = at_most(all_gather=4, all_to_all=4)
     inplace = "index_copy_"
     samples = (sample(MATRIX, 0, IDS, ROWS),)
 
 
 class TestIndexFill(Quick):
     op = torch.index_fill
-    max_collectives = at_most(all_gather=2, all_to_all=1)
+    max_collectives = at_most(all_gather=4, all_to_all=4)
     inplace = "index_fill_"
     samples = (sample(MATRIX, 1, IDS, 2.0), sample(MATRIX, 0, torch.tensor([-1, 2, -5]), 2.0))
 
 
 class TestIndexReduce(Quick):
     op = torch.index_reduce
-    max_collectives = at_most(all_gather=2, all_to_all=1)
+    max_collectives = at_most(all_gather=4, all_to_all=4)
     samples = (sample(MATRIX, 0, IDS, ROWS, "amax"),)
 
 
 class TestScatter(Quick):
     op = torch.scatter
-    max_collectives = at_most(all_gather=2, all_to_all=1)
+    max_collectives = at_most(all_gather=4, all_to_all=4)
     inplace = "scatter_"
     samples = (sample(MATRIX, 0, DISTINCT, ROWS), sample(MATRIX, 0, DISTINCT, 1.0))
 
 
 class TestScatterAdd(Quick):
     op = torch.scatter_add
-    max_collectives = at_most(all_gather=2, all_to_all=1)
+    max_collectives = at_most(all_gather=4, all_to_all=4)
     inplace = "scatter_add_"
     samples = (sample(MATRIX, 0, ROW_IDS, ROWS), sample(MATRIX, 1, COLUMN_IDS, COLUMNS))
 
 
 class TestScatterReduce(Quick):
     op = torch.scatter_reduce
-    max_collectives = at_most(all_gather=2, all_to_all=5)
+    max_collectives = at_most(all_gather=4, all_to_all=8)
     inplace = "scatter_reduce_"
     samples = (
         sample(MATRIX, 0, ROW_IDS, ROWS, "sum"),
@@ -95,7 +95,7 @@ class TestScatterReduce(Quick):
 
 class TestEmbedding(Quick):
     op = F.embedding
-    max_collectives = at_most(all_gather=1, all_to_all=1)
+    max_collectives = at_most(all_gather=2, all_to_all=2)
     samples = (
         sample(tensor(2, 5, dtype=torch.int64, high=6), tensor(6, 5)),
         sample(tensor(2, 5, dtype=torch.int64, high=6), tensor(6, 5), padding_idx=-1),
