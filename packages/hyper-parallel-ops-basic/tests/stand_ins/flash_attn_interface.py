@@ -6,63 +6,62 @@ import torch
 from plain_flash_attention import attention, gradients, packed_attention
 
 
-class FlashAttnFunc(torch.autograd.Function):
+class _Kernel(torch.autograd.Function):
+    """Forward and backward of a function of some tensors, of which the backward knows nothing but its results."""
+
+    @staticmethod
+    def run(ctx, function, tensors, return_softmax):
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        out, sums = function(*tensors)
+        return (out, sums) if return_softmax else out
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        # One for each parameter of forward; PyTorch takes more where they are None.
+        return *gradients(ctx.function, ctx.saved_tensors, grad), *[None] * 20
+
+
+class FlashAttnFunc(_Kernel):
     @staticmethod
     def forward(
         ctx, q, k, v, softmax_scale, causal, qv=None, q_descale=None, k_descale=None, v_descale=None,
         window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
         sm_margin=0, return_softmax=False,
     ):  # fmt: skip
-        ctx.run = functools.partial(attention, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap)
-        ctx.save_for_backward(q, k, v)
-        out, sums = ctx.run(q, k, v)
-        return (out, sums) if return_softmax else out
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *gradients(ctx.run, ctx.saved_tensors, grad), *[None] * 14
+        run = functools.partial(attention, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap)
+        return _Kernel.run(ctx, run, (q, k, v), return_softmax)
 
 
-class FlashAttnQKVPackedFunc(torch.autograd.Function):
+class FlashAttnQKVPackedFunc(_Kernel):
     @staticmethod
     def forward(
         ctx, qkv, softmax_scale, causal, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
         attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_softmax=False,
     ):  # fmt: skip
         def run(qkv):
-            heads = qkv.shape[2]
-            sizes = [num_heads_q, *[(heads - (num_heads_q or 0)) // 2] * 2]
-            parts = qkv.unbind(2) if num_heads_q is None else qkv.split(sizes, 2)
+            if num_heads_q is None:
+                parts = qkv.unbind(2)
+            else:
+                of_keys = (qkv.shape[2] - num_heads_q) // 2
+                parts = qkv.split([num_heads_q, of_keys, of_keys], 2)
             return attention(*parts, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap)
 
-        ctx.run = run
-        ctx.save_for_backward(qkv)
-        out, sums = run(qkv)
-        return (out, sums) if return_softmax else out
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *gradients(ctx.run, ctx.saved_tensors, grad), *[None] * 12
+        return _Kernel.run(ctx, run, (qkv,), return_softmax)
 
 
-class FlashAttnVarlenFunc(torch.autograd.Function):
+class FlashAttnVarlenFunc(_Kernel):
     @staticmethod
     def forward(
         ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
         causal, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
         softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_softmax=False,
     ):  # fmt: skip
-        ctx.run = functools.partial(
+        run = functools.partial(
             packed_attention, starts_q=cu_seqlens_q, starts_k=cu_seqlens_k, scale=softmax_scale, causal=causal,
             window=window_size, softcap=softcap,
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v)
-        out, sums = ctx.run(q, k, v)
-        return (out, sums) if return_softmax else out
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *gradients(ctx.run, ctx.saved_tensors, grad), *[None] * 20
+        return _Kernel.run(ctx, run, (q, k, v), return_softmax)
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), return_attn_probs=False):

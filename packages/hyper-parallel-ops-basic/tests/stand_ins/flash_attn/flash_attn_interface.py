@@ -18,8 +18,9 @@ class _Kernel(torch.autograd.Function):
         return (out, sums, pattern) if return_softmax else out
 
     @staticmethod
-    def gradients(ctx, grad):
-        return gradients(ctx.function, ctx.saved_tensors, grad)
+    def backward(ctx, grad, *_):
+        # One for each parameter of forward; PyTorch takes more where they are None.
+        return *gradients(ctx.function, ctx.saved_tensors, grad), *[None] * 14
 
 
 def _options(softmax_scale, causal, window_size, softcap, alibi_slopes):
@@ -37,10 +38,6 @@ class FlashAttnFunc(_Kernel):
         options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
         return _Kernel.run(ctx, functools.partial(attention, **options), (q, k, v), dropout_p, return_softmax)
 
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *_Kernel.gradients(ctx, grad), *[None] * 9
-
 
 class FlashAttnKVPackedFunc(_Kernel):
     @staticmethod
@@ -54,10 +51,6 @@ class FlashAttnKVPackedFunc(_Kernel):
             return attention(q, *kv.unbind(2), **options, **dropout)
 
         return _Kernel.run(ctx, run, (q, kv), dropout_p, return_softmax)
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *_Kernel.gradients(ctx, grad), *[None] * 9
 
 
 class FlashAttnQKVPackedFunc(_Kernel):
@@ -73,10 +66,6 @@ class FlashAttnQKVPackedFunc(_Kernel):
 
         return _Kernel.run(ctx, run, (qkv,), dropout_p, return_softmax)
 
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *_Kernel.gradients(ctx, grad), *[None] * 9
-
 
 class FlashAttnVarlenFunc(_Kernel):
     @staticmethod
@@ -90,10 +79,6 @@ class FlashAttnVarlenFunc(_Kernel):
             return packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, **dropout)
 
         return _Kernel.run(ctx, run, (q, k, v), dropout_p, return_softmax)
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *_Kernel.gradients(ctx, grad), *[None] * 14
 
 
 class FlashAttnVarlenKVPackedFunc(_Kernel):
@@ -109,10 +94,6 @@ class FlashAttnVarlenKVPackedFunc(_Kernel):
 
         return _Kernel.run(ctx, run, (q, kv), dropout_p, return_softmax)
 
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *_Kernel.gradients(ctx, grad), *[None] * 13
-
 
 class FlashAttnVarlenQKVPackedFunc(_Kernel):
     @staticmethod
@@ -126,10 +107,6 @@ class FlashAttnVarlenQKVPackedFunc(_Kernel):
             return packed_attention(*qkv.unbind(1), cu_seqlens, cu_seqlens, **options, **dropout)
 
         return _Kernel.run(ctx, run, (qkv,), dropout_p, return_softmax)
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        return *_Kernel.gradients(ctx, grad), *[None] * 11
 
 
 def flash_attn_func(
