@@ -51,7 +51,7 @@ CASES = [
 
 
 @pytest.mark.ranks(4, timeout=240)
-@pytest.mark.parametrize(("kernels", "name", "form"), CASES, ids="-".join)
+@pytest.mark.parametrize(("kernels", "name", "form"), CASES, ids=map("-".join, CASES))
 def test_a_training_step_equals_that_of_one_device(kernels, name, form):
     step = form_of(name, form)
     model = step.build()
