@@ -1,19 +1,24 @@
 """The ``apply`` of another library's autograd function, served by a rule that names it."""
 
 import importlib
+import subprocess
 import sys
+import types
 import zipfile
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from hyper_parallel import DTensor, Shard, distribute_tensor
+from hyper_parallel import DTensor, Shard, Strategy, StrategyOp, distribute_tensor
+from hyper_parallel.after_import import when_imported
 from hyper_parallel.errors import MissingOpError
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.registry import Registry, use_registry
+from hyper_parallel.strategy import S
 from hyper_parallel.testing import mesh_of
 
 
@@ -81,12 +86,35 @@ def test_a_class_is_changed_once():
 
 
 @pytest.mark.ranks(2)
-def test_a_library_is_imported_as_it_would_be():
+def test_a_library_that_is_imported_again():
     with registered("Scale.apply"):
         module = library()
         assert module.__spec__.origin == module.__file__
+        before = module.Scale
         assert importlib.reload(module) is module
-        check(module.scaled, 2.0)
+        assert module.Scale is not before
+        sys.modules.pop("acme_kernels")
+        for function in (module.scaled, library().scaled, before.apply):  # of who imported it before, too
+            check(function, 2.0)
+            assert (module.seen + library().seen)[0][0] is torch.Tensor
+
+
+def test_a_loader_of_several_modules():
+    """As that of pytest's assertions: what is executed after one module is not executed after the others."""
+
+    class Loader:
+        create_module = staticmethod(lambda spec: None)
+        exec_module = staticmethod(lambda module: None)
+
+    loader, seen = Loader(), []
+    finder = types.SimpleNamespace(
+        find_spec=lambda name, *_: ModuleSpec(name, loader) if name.startswith("acme_of_") else None
+    )
+    when_imported("acme_of_one", seen.append)
+    with patch.object(sys, "meta_path", [*sys.meta_path, finder]):
+        modules = [importlib.import_module(f"acme_of_{name}") for name in ("one", "two")]
+    assert seen == modules[:1]
+    assert "exec_module" not in vars(loader)
 
 
 def test_a_library_in_a_zip_file(tmp_path):
@@ -104,6 +132,61 @@ def test_a_library_in_a_zip_file(tmp_path):
 def test_functions_whose_forward_has_no_context():
     with registered("NewForm.apply"):
         check(library().NewForm.apply, 2.0)
+
+
+class ByName(StrategyOp):
+    """The names in an order of its own."""
+
+    signature = "factor, bias, x, out"
+
+    def strategies(self, call):
+        yield Strategy({"x": S(0)}, S(0))
+
+    def output_shapes(self, call):
+        return [call.spec("x").shape]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", [Elementwise, ByName])
+@pytest.mark.parametrize("given", [(None, 3.0, 1.0), (None, 3.0), ()], ids=str)
+def test_all_arguments_arrive(op, given):
+    """One is called ``out``, which writes nothing here; and the function asserts that it is on a device."""
+    with registered() as registry:
+        registry.register("acme_kernels.OnDevice.apply", op("on_device"))
+        module = library()
+        check(module.OnDevice.apply, *given)
+        assert DTensor not in dict(module.seen)
+
+
+@pytest.mark.ranks(2)
+def test_a_name_for_the_apply():
+    with registered("OnDevice.apply"):
+        module = library()
+        check(module.on_device, None, 3.0)
+        assert DTensor not in dict(module.seen)
+
+
+@pytest.mark.ranks(2)
+def test_an_apply_of_its_own():
+    with registered("OwnApply.apply"):
+        check(library().OwnApply.apply)
+
+
+FIRST = """
+import os, sys
+sys.path.insert(0, {stand_ins!r})
+import flash_attn, torch
+from hyper_parallel import Replicate, distribute_tensor, init_device_mesh
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+q = distribute_tensor(torch.ones(1, 2, 2, 2), init_device_mesh("cpu", (1,)), [Replicate()])
+assert type(flash_attn.flash_attn_func(q, q, q)) is type(q)
+"""
+
+
+def test_the_first_operator_of_a_program():
+    """On one rank no other is asked for its rules."""
+    stand_ins = Path(__file__).parents[1] / "packages/hyper-parallel-ops-basic/tests/stand_ins"
+    subprocess.run([sys.executable, "-c", FIRST.format(stand_ins=str(stand_ins))], check=True, timeout=120)
 
 
 @pytest.mark.ranks(2)

@@ -11,6 +11,7 @@ import torch
 
 from hyper_parallel.context import Mode
 from hyper_parallel.errors import RedistributionError
+from hyper_parallel.foreign_functions import name_of_served
 from hyper_parallel.layout import Layout
 from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.spec import Spec
@@ -81,7 +82,7 @@ class Signature:
         """The arguments of a call of ``func`` as rules read them: the first one by position, the others by the names of
         this signature, in its order. None where they are so."""
         named = self.with_own_names(func, kwargs)
-        if not args and self.names and self.names[0] in named:
+        if not args and self.names and self.names[0] in named and name_of_served(func) is None:
             first, *_ = self.names
             args, named = (named[first],), {name: value for name, value in named.items() if name != first}
         ordered = self.in_order(named) or named

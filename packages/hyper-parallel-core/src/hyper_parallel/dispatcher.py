@@ -21,6 +21,7 @@ from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import Mode, state
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError, RedistributionError
+from hyper_parallel.foreign_functions import name_of_served
 from hyper_parallel.function_names import aten_binding
 from hyper_parallel.in_place import (
     become_view,
@@ -72,7 +73,7 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
         if func is _SETITEM and isinstance(args[2], DTensor) and args[2]._copied_by is not None:
             target, index, value = args
             return assign(target, index, value, partial(_call, rule, mode, args, kwargs, target))
-    if kwargs and "out" in kwargs:
+    if kwargs and "out" in kwargs and name_of_served(func) is None:
         return into_out(func, args, kwargs)
     return _call(rule, mode, args, kwargs, args[0] if args else None)
 

@@ -9,34 +9,46 @@ the local tensors the function records its own backward.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from typing import Any
 
 from hyper_parallel.after_import import when_imported
 
-__all__ = ["serve_apply"]
+__all__ = ["name_of_served", "serve_apply"]
 
-_MARK = "_serves_dtensors"
+_NAME = "_serves_dtensors_as"
+_CLASSES: dict[str, set[str]] = {}  # by module
 
 
 def serve_apply(name: str) -> None:
     """Let the dispatcher see calls of ``module.Class.apply`` with DTensors, as soon as the module is imported."""
     module, _, class_name = name.removesuffix(".apply").rpartition(".")
-    when_imported(module, functools.partial(_serve, class_name))
+    _CLASSES.setdefault(module, set()).add(class_name)
+    when_imported(module, _serve_classes)
 
 
-def _serve(class_name: str, module: types.ModuleType) -> None:
+def name_of_served(function: Any) -> str | None:
+    """The name in rules of an ``apply`` that was replaced; None for every other function."""
+    return getattr(function, _NAME, None)
+
+
+def _serve_classes(module: types.ModuleType) -> None:
+    for class_name in _CLASSES.get(module.__name__, ()):
+        _serve(module, class_name)
+
+
+def _serve(module: types.ModuleType, class_name: str) -> None:
     import torch  # not before there is a function: the registry is read without torch too
 
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not issubclass(found, torch.autograd.Function):
         return
     function: Any = found
-    if hasattr(getattr(function.__dict__.get("apply"), "__func__", None), _MARK):
-        return  # a parent's mark does not count
-    plain = function.apply.__func__
+    if name_of_served(getattr(function.__dict__.get("apply"), "__func__", None)) is not None:
+        return  # a parent's does not count
+    before: Any = function.apply
+    plain: Any = inspect.getattr_static(function, "apply")
     signature = _signature_of_call(function)
     by_name = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in signature.parameters.values())
 
@@ -45,17 +57,29 @@ def _serve(class_name: str, module: types.ModuleType) -> None:
         from hyper_parallel.dtensor import DTensor
         from hyper_parallel.structures import tensors_of
 
-        if cls is not function or not any(isinstance(t, DTensor) for t in tensors_of((args, kwargs))):
-            return plain(cls, *args, **kwargs)
-        if by_name:
-            return dispatch(served, (), signature.bind(*args, **kwargs).arguments)
-        return dispatch(served, args, kwargs)
+        if cls is not function:
+            return plain.__get__(None, cls)(*args, **kwargs)
+        if kwargs:  # from the dispatcher; PyTorch's takes none, or as here
+            args = _by_position(signature, args, kwargs)
+        if not any(isinstance(t, DTensor) for t in tensors_of(args)):
+            return before(*args)
+        return dispatch(served, (), signature.bind(*args).arguments) if by_name else dispatch(served, args, {})
 
-    apply.__name__ = f"{function.__name__}.apply"
+    apply.__name__ = f"{class_name}.apply"
     apply.__qualname__, apply.__module__ = f"{function.__qualname__}.apply", function.__module__
-    setattr(apply, _MARK, True)
+    setattr(apply, _NAME, f"{module.__name__}.{class_name}.apply")
     function.apply = classmethod(apply)
     served = function.apply
+    for alias, value in vars(module).items():
+        if isinstance(value, types.MethodType) and value == before:  # norm = FusedNorm.apply
+            setattr(module, alias, served)
+
+
+def _by_position(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    bound = signature.bind(*args, **kwargs)
+    if len(bound.args) < len(bound.arguments):  # one before the last has its default
+        bound.apply_defaults()
+    return bound.args
 
 
 def _signature_of_call(function: Any) -> inspect.Signature:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hyper_parallel import function_names
+from hyper_parallel.foreign_functions import name_of_served
 from hyper_parallel.function_names import Function
 
 _DOTTED, _BARE, _AUTOMATIC = 3, 2, 1
@@ -19,6 +20,8 @@ class FunctionIndex:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self._names = frozenset(names)
         self._by_function: dict[Function, dict[str, int]] = {}
         self._unresolved: list[str] = []
         for name in names:
@@ -35,6 +38,9 @@ class FunctionIndex:
     def names_of(self, function: Function) -> Mapping[str, int]:
         """The names that mean a function as it arrives in ``__torch_function__``, each with its directness: a dotted
         name is more direct than a bare one, and that than one whose automatic form it is. Empty when none does."""
+        served = name_of_served(function)
+        if served is not None:  # of a class that may have been loaded again since
+            return {served: _DOTTED} if served in self._names else {}
         for form in function_names.lookup_forms(function):
             if form in self._by_function:
                 return self._by_function[form]

@@ -210,9 +210,9 @@ def _is_stride_of_meta(call: Call, solution: Solution) -> bool:
         return False
     try:
         call.meta_result(solution.meta)
-    except (NotImplementedError, RuntimeError, ValueError):
-        # PyTorch has no meta kernel (bincount), or one for fewer dtypes (_grouped_mm), or Triton wants memory. What is
-        # wrong with the arguments themselves is raised by the function.
+    except Exception:
+        # PyTorch has no meta kernel (bincount), or one for fewer dtypes (_grouped_mm); those of others want memory, or
+        # assert a device. What is wrong with the arguments themselves is raised by the function.
         return False
     return True
 
