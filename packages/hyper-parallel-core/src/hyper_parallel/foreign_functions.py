@@ -59,7 +59,7 @@ def _serve(module: types.ModuleType, class_name: str) -> None:
 
         if cls is not function:
             return plain.__get__(None, cls)(*args, **kwargs)
-        if kwargs:  # from the dispatcher; PyTorch's takes none, or as here
+        if kwargs:  # so come those of the dispatcher; the function before may take none
             args = _by_position(signature, args, kwargs)
         if not any(isinstance(t, DTensor) for t in tensors_of(args)):
             return before(*args)
