@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import CommTrace, PackedShard, Partial, Replicate, Shard, distribute_tensor
+from hyper_parallel import (
+    CommTrace,
+    PackedShard,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    redistribute_policy,
+)
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 from hyper_parallel_ops_deepseek import reference as npu
@@ -209,6 +218,25 @@ def test_packed_tokens_gather_keys_and_values():
     assert collectives == {"all_gather": 2}
     assert got[0].placements == (Shard(0),)
     torch.testing.assert_close(got[0].full_tensor(), want)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("layout", "lengths"),
+    [("BSND", {}), ("TND", {"actual_seq_qlen": (2, 8), "actual_seq_kvlen": (3, 4)})],
+    ids=["samples", "packed"],
+)
+def test_queries_that_see_nothing_need_all_keys(layout, lengths):
+    """They get the mean of all values, which a rank with fewer keys cannot tell."""
+    q, k = torch.randn(8, 4, 2), torch.randn(4, 4, 2)
+    if layout == "BSND":
+        q, k = q.unsqueeze(0), k.unsqueeze(0)
+    options = {"sparse_mode": 3, "scale": 0.5, "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1)} | lengths
+    want = npu.npu_fusion_attention(q, k, k, 4, layout, **options)[0]
+    args = [spread(q, Shard(q.ndim - 3)), spread(k, Replicate()), spread(k, Replicate())]
+    with implicit_replication(), redistribute_policy("auto"):
+        got = npu.npu_fusion_attention(*args, 4, layout, **options)[0]
+    torch.testing.assert_close(got.full_tensor(), want)
 
 
 @pytest.mark.ranks(4)

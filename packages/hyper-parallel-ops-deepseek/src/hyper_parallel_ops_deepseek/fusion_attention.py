@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import gt
 from typing import Any
 
 from hyper_parallel.call import Call
@@ -70,9 +72,10 @@ class FusionAttention(KernelAttention):
         lengths = [call.arg(name) is not None for name in ("actual_seq_qlen", "actual_seq_kvlen")]
         if any(call.arg(name) is not None for name in ("prefix", "padding_mask")) or any(lengths) != packed:
             return False
-        if mode == _LOWER_RIGHT:
-            return not masks[0]  # the mask that the kernel wants then is the same for all
-        longest = max(call.spec(name).shape[_row_dim(letters)] for name in ("query", "key"))
+        counts = [call.spec(name).shape[_row_dim(letters)] for name in ("query", "key")]
+        if mode == _LOWER_RIGHT:  # the mask that the kernel wants then is the same for all
+            return not masks[0] and not _some_see_nothing(call, counts)
+        longest = max(counts)
         bands = [call.arg(name, longest) for name in ("pre_tockens", "next_tockens")]
         return (mode == 1 or (mode == 0 and min(bands) >= longest)) and not (packed and any(masks))
 
@@ -127,6 +130,13 @@ class FusionAttention(KernelAttention):
 
     def nothing(self, call: Call, given: Arguments) -> Any:
         return npu_fusion_attention(**given)  # the definition
+
+
+def _some_see_nothing(call: Call, counts: Sequence[int]) -> bool:
+    """Whether a sequence has more queries than keys: the first of them get the mean of all its values."""
+    ends = [call.arg(name) or [n] for name, n in zip(("actual_seq_qlen", "actual_seq_kvlen"), counts, strict=True)]
+    queries, keys = ([b - a for a, b in pairwise([0, *n])] for n in ends)
+    return any(map(gt, queries, keys))
 
 
 def _row_dim(letters: str) -> int:
