@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from hyper_parallel import Shard
 from hyper_parallel.families.elementwise import Elementwise
-from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, check_op, sample, tensor
+from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, check_op, conformance, sample, tensor
 from hyper_parallel.testing.function_operators import distributed
 
 ONE = ((2,),)
@@ -80,3 +82,17 @@ def test_declared_gap_is_a_strict_xfail():
 def test_declaration_that_tests_nothing_is_an_error(attributes, message):
     with pytest.raises(pytest.fail.Exception, match=message):
         type("Declared", (OpConformance,), attributes)().pytest_generate_tests(Collected())
+
+
+@pytest.mark.parametrize(("most", "drawn"), [(None, 6), (2, 2), (99, 6)])
+def test_fewer_layouts_for_a_quick_look(ranks, monkeypatch, most, drawn):
+    limits = []
+
+    def trial(func, owner, one, mesh, form, limit, **_):
+        limits.append(limit)
+        return SimpleNamespace(check=lambda: None)
+
+    monkeypatch.setattr(conformance, "Trial", trial)
+    attributes = {"op": right_exp, "samples": (sample(tensor(4)),), "max_layouts": 6}
+    type("Declared", (OpConformance,), attributes)().test_layouts(ranks, (0, (2,), True), most)
+    assert limits == [drawn]

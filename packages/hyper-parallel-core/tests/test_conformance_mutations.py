@@ -148,7 +148,7 @@ def test_changed_input_is_found(ranks):
 
 def test_form_that_does_not_write_is_found(ranks):
     with pytest.raises(pytest.fail.Exception, match="values differ"):
-        WrongInPlace().test_inplace(ranks, (0, (2,), True))
+        WrongInPlace().test_inplace(ranks, (0, (2,), True), None)
 
 
 # -- one mutation per promise -----------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class ForgetsOut(OpConformance):
 
 def test_out_form_that_does_not_write_is_found(ranks):
     with pytest.raises(pytest.fail.Exception, match="not the tensor given as out="):
-        ForgetsOut().test_out(ranks, (0, (2,), True))
+        ForgetsOut().test_out(ranks, (0, (2,), True), None)
 
 
 def reduces_in_secret(x):

@@ -123,7 +123,7 @@ class Scaled(OpConformance):
 def test_reproduction_runs_as_printed(ranks, tmp_path):
     """Saved beside the test and started as its first line says, it shows the wrong value."""
     with pytest.raises(pytest.fail.Exception) as caught:
-        Scaled().test_layouts(ranks, (0, (2,), True))
+        Scaled().test_layouts(ranks, (0, (2,), True), None)
     report = str(caught.value)
     program = [line.removeprefix("    ") for line in report[report.index("# torchrun") :].split("\n\n")[0].splitlines()]
     (tmp_path / "reproduce.py").write_text("\n".join(program))

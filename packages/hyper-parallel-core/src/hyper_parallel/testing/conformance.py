@@ -49,7 +49,7 @@ class OpConformance:
             tested by ``test_inplace`` with the same samples.
         out: whether it takes ``out=``; tested by ``test_out``.
         meshes: shapes of the meshes, of one or two axes.
-        max_layouts: cases per sample and mesh, strategies not counted.
+        max_layouts: cases per sample and mesh, strategies not counted; pytest's ``--max-layouts`` may lower it.
         unsupported: given the layouts of the tensor inputs, whether a ValueError is required.
         max_collectives: how often each collective may run in the forward under the default policy (what is not named
             may not run), or a function that says so for given layouts: ``at_most(all_reduce=2)`` adds what carries out
@@ -100,24 +100,27 @@ class OpConformance:
                 pytest.fail(f"{cls.__name__}.gaps: {pattern!r} is none of {', '.join(names)}", pytrace=False)
         metafunc.parametrize("conformance_case", given)
 
-    def test_layouts(self, ranks: Ranks, conformance_case: ConformanceCase) -> None:
+    def test_layouts(self, ranks: Ranks, conformance_case: ConformanceCase, most_layouts: int | None) -> None:
         """The operator on all layouts."""
-        self._check(ranks, *conformance_case, "layouts")
+        self._check(ranks, *conformance_case, most_layouts, "layouts")
 
-    def test_inplace(self, ranks: Ranks, conformance_case: ConformanceCase) -> None:
+    def test_inplace(self, ranks: Ranks, conformance_case: ConformanceCase, most_layouts: int | None) -> None:
         """The in-place form: identity, layout, value, gradient."""
-        self._check(ranks, *conformance_case, "inplace")
+        self._check(ranks, *conformance_case, most_layouts, "inplace")
 
-    def test_out(self, ranks: Ranks, conformance_case: ConformanceCase) -> None:
+    def test_out(self, ranks: Ranks, conformance_case: ConformanceCase, most_layouts: int | None) -> None:
         """The ``out=`` form: identity, layout, value."""
-        self._check(ranks, *conformance_case, "out")
+        self._check(ranks, *conformance_case, most_layouts, "out")
 
-    def _check(self, ranks: Ranks, index: int, mesh: tuple[int, ...], shrinks: bool, form: str) -> None:
+    def _check(
+        self, ranks: Ranks, index: int, mesh: tuple[int, ...], shrinks: bool, most: int | None, form: str
+    ) -> None:
         cls = type(self)
+        limit = cls.max_layouts if most is None else min(most, cls.max_layouts)
         one = cls.samples[index]
         given = (cls, index, one.values(), mesh)
         trial = Trial(
-            cls.op, cls, one, mesh, form, cls.max_layouts,
+            cls.op, cls, one, mesh, form, limit,
             rows=lambda: ranks(_world(mesh), _rows_of_class, *given)[0],
             run=lambda cases: ranks(_world(mesh), _check_class, *given, cases, form),
             shrinks=shrinks,

@@ -31,8 +31,15 @@ _POOLS: pytest.StashKey[PoolSet] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--ranks-backend``."""
-    parser.getgroup("hyper_parallel").addoption(
+    """``--ranks-backend`` and ``--max-layouts``."""
+    group = parser.getgroup("hyper_parallel")
+    group.addoption(
+        "--max-layouts",
+        type=int,
+        metavar="N",
+        help="at most so many drawn layouts per sample and mesh in conformance tests, for a quick look",
+    )
+    group.addoption(
         "--ranks-backend",
         choices=("processes", "threads"),
         default="processes",
@@ -68,6 +75,13 @@ def ranks(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
         return _call(pytestconfig, n, fn, args, kwargs, timeout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def most_layouts(pytestconfig: pytest.Config) -> int | None:
+    """``--max-layouts``."""
+    most: int | None = pytestconfig.getoption("--max-layouts")
+    return most
 
 
 @pytest.hookimpl(tryfirst=True)
