@@ -71,10 +71,10 @@ class Signature:
 
     def with_own_names(self, func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of a call of ``func`` with the names of this signature: ``dim`` for NumPy's ``axis``."""
-        if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)) or _NUMPY_NAMES.keys().isdisjoint(kwargs):
+        if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
             return kwargs
-        known = self.parameters
-        return {name if name in known else _NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+        others = (_NUMPY_NAMES.keys() & kwargs.keys()).difference(self.parameters)
+        return {_NUMPY_NAMES[n] if n in others else n: v for n, v in kwargs.items()} if others else kwargs
 
     def as_read(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

@@ -82,7 +82,7 @@ class Trial:
         space = self._space()
         listed = [self._of_rows(combination) for combination in combinations]
         if len(self.mesh) > 1 and len(combinations) > self.limit // 2:
-            listed = drawn(self._of_any(combinations), self.limit // 2, self._seed)
+            listed = drawn(self._of_any(combinations), max(1, self.limit // 2), self._seed)
         cases = [*listed, *space.cases(self.limit, self._seed)]
         failure = self._attempt(cases)
         if failure is None:
