@@ -99,7 +99,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def vander(x: Tensor, N: int | None = None) -> Tensor:
-    x = x if x.ndim else x.reshape(1)
+    x = x.contiguous() if x.ndim else x.reshape(1)  # its result has the default strides whatever those of x
     powers = torch.arange(x.shape[-1] if N is None else N, device=x.device)
     return x.unsqueeze(-1) ** plain_like(x, powers)
 
