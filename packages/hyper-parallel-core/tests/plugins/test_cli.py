@@ -237,6 +237,13 @@ def test_unknown_op_ends_with_one_and_the_near_misses(site):
     assert done.stderr.startswith("hyper-parallel: no op named 'acme_doubel' has a rule; similar: acme_double")
 
 
+def test_part_of_a_name_finds_all_that_have_it(site):
+    table = "kernels.Gate.apply: {distributed_op_module: acme.rules, distributed_op_class: Gate}"
+    site.install("acme", ops=table)
+    done = site.run("-m", "hyper_parallel", "ops", "Gate", check=False)
+    assert done.stderr.startswith("hyper-parallel: no op named 'Gate' has a rule; similar: kernels.Gate.apply")
+
+
 @pytest.mark.parametrize("name", ["ldexp_", "torch.ldexp", "Tensor.ldexp_"])
 def test_an_op_is_found_by_the_name_of_a_function_that_it_serves(site, name):
     site.install("acme", ops="ldexp: {distributed_op_class: Rows, distributed_op_module: hp_acme.rules}")

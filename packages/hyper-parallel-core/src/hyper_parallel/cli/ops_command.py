@@ -80,7 +80,8 @@ def _listing(entries: Sequence[OpEntry]) -> str:
 
 def _unknown(name: str, registry: Registry) -> int:
     names = sorted({entry.name for entry in registry.entries()})
-    near = difflib.get_close_matches(name, names, n=3)
+    within = [each for each in names if name in each.split(".")]  # as a class in what is listed as Class.apply
+    near = within or difflib.get_close_matches(name, names, n=3)
     hint = f"; similar: {', '.join(near)}" if near else ""
     print(f"hyper-parallel: no op named {name!r} has a rule{hint}", file=sys.stderr)
     return 1
