@@ -185,12 +185,32 @@ class TestPartsWrittenTo(Quick):
 class TestMaskedScatter(Quick):
     op = torch.masked_scatter
     inplace = "masked_scatter_"
-    samples = (sample(MATRIX, MASK, tensor(4, 4)), sample(tensor(3, 5, 2), ROWS[:, None], tensor(18)))
+    max_layouts = 8
+    samples = (
+        sample(MATRIX, MASK, tensor(4, 4)),
+        sample(tensor(3, 5, 2), ROWS[:, None], tensor(18)),
+        sample(tensor(3, 5, 2), ROWS[:, None], tensor(5, 2, 2)).options(name="rows of matrices"),
+        sample(MATRIX, ROWS[:, None], tensor(3, 6)).options(name="rows"),
+        sample(MATRIX, torch.zeros(5, 1).bool(), tensor(0, 6)).options(name="none"),
+        sample(MATRIX, torch.tensor(True), tensor(5, 6)).options(name="all"),
+    )
 
 
 class TestMaskedScatterWithBroadcast(Quick):
     op = torch.masked_scatter
+    max_layouts = 8
     samples = (sample(tensor(1, 6), MASK, tensor(20)), sample(tensor(6), MASK, tensor(20)))
+
+
+def with_image_features(embeddings, places, features):
+    """As the multimodal models of Hugging Face put them in."""
+    return embeddings.masked_scatter(places.unsqueeze(-1).expand_as(embeddings), features)
+
+
+class TestImageFeatures(Quick):
+    op = with_image_features
+    max_layouts = 8
+    samples = (sample(tensor(3, 5, 4), tensor(3, 5, dtype=torch.bool), tensor(13, 4)),)
 
 
 class TestMaskedSelect(Quick):
@@ -269,6 +289,61 @@ def test_sharded_values_travel_to_the_slice_that_they_are_written_to():
     assert torch.equal(x.full_tensor()[1:, :, :3], mine.full_tensor())
     (x * factors).sum().backward()
     assert torch.equal(mine.grad.full_tensor(), torch.arange(1.0, 7).view(6, 1, 1).expand(6, 2, 3))
+
+
+# layouts of embeddings [4, 5, 6], places and features [12, 6] on a 2 x 2 mesh; collectives forward and backward
+BATCH, SEQUENCE, FEATURES = [Shard(0), Replicate()], [Replicate(), Shard(1)], [Replicate(), Shard(2)]
+WHOLE, TRAVEL = [Replicate()] * 2, {"all_to_all": 1}
+IMAGES = {
+    "batch": (BATCH, BATCH, BATCH, {"all_gather": 1} | TRAVEL, TRAVEL),
+    "batch, whole features": (BATCH, BATCH, WHOLE, {"all_gather": 1}, {"all_reduce": 1}),
+    "sequence": (SEQUENCE, SEQUENCE, [Replicate(), Shard(0)], {"all_gather": 2} | TRAVEL, TRAVEL),
+    "features": (FEATURES, WHOLE, [Replicate(), Shard(1)], {}, {}),
+    "batch and features": ([Shard(0), Shard(2)], BATCH, [Shard(0), Shard(1)], {"all_gather": 1} | TRAVEL, TRAVEL),
+    "images over all": (BATCH, BATCH, [Shard(0), Shard(0)], {"all_gather": 2} | TRAVEL, TRAVEL),
+    "whole embeddings": (WHOLE, BATCH, BATCH, {"all_gather": 1} | TRAVEL, {"all_gather": 1} | TRAVEL),
+    "other dims": (BATCH, BATCH, [Shard(1), Replicate()], {"all_gather": 1, "all_to_all": 2}, {"all_to_all": 2}),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", IMAGES)
+def test_features_travel_to_their_places(name):
+    *layouts, forward_counts, backward_counts = IMAGES[name]
+    torch.manual_seed(0)
+    embeddings, places, features = torch.randn(4, 5, 6), torch.zeros(20, dtype=torch.bool), torch.randn(12, 6)
+    places[[0, 3, 4, 5, 6, 7, 8, 9, 12, 17, 19]] = True
+    values = embeddings, places.view(4, 5), features
+    plain = [v.clone().requires_grad_(v.is_floating_point()) for v in values]
+    wanted = with_image_features(*plain)
+    wanted.square().sum().backward()
+    given = [distribute_tensor(v, mesh_of((2, 2)), p) for v, p in zip(values, layouts, strict=True)]
+    given = [g.requires_grad_(g.is_floating_point()) for g in given]
+    with CommTrace() as forward:
+        out = with_image_features(*given)
+    weights = out.detach() * 2
+    with CommTrace() as backward:
+        out.backward(weights)
+    assert (dict(forward.counts), dict(backward.counts)) == (forward_counts, backward_counts)
+    assert torch.equal(out.full_tensor(), wanted)
+    for have, want in zip(given[::2], plain[::2], strict=True):
+        assert torch.equal(have.grad.full_tensor(), want.grad)
+    with pytest.raises(RuntimeError, match="at least 66 elements in source, got 60"):
+        with_image_features(*given[:2], given[2].detach()[:10])
+
+
+@pytest.mark.ranks(4)
+def test_features_that_are_where_they_belong_stay():
+    places = torch.tensor([[True, False, True], [False, True, True]] * 4)
+    layouts = [Shard(0)], [Shard(0)], [Shard(0)]
+    values = torch.zeros(8, 3, 2), places, torch.arange(32.0).view(16, 2)
+    given = [distribute_tensor(v, mesh_of((4,)), p) for v, p in zip(values, layouts, strict=True)]
+    with CommTrace() as trace:
+        out = with_image_features(*given)
+        given[0].masked_scatter_(given[1][..., None], given[2])
+    assert dict(trace.counts) == {"all_gather": 2}
+    assert torch.equal(out.full_tensor(), with_image_features(*values))
+    assert torch.equal(given[0].full_tensor(), with_image_features(*values))
 
 
 @pytest.mark.ranks(4)

@@ -74,6 +74,11 @@ class Picked:
         rank; one all-to-all."""
         return Move(self._group, self._chunks, self._held)(rows, dim) if self.over else rows
 
+    def places_at(self, coordinates: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """:attr:`places` of the ranks at these mesh coordinates, of this rank's group."""
+        at = self._group.coordinates
+        return [self._held[at.index(coordinate)] for coordinate in coordinates]
+
     def of_this_rank(self, rows: torch.Tensor, dim: int, is_spread: bool) -> torch.Tensor:
         """Of a tensor with an element for each picked one along ``dim``, those of this rank's elements.
 
