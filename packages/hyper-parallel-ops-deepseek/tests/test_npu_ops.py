@@ -18,7 +18,7 @@ from hyper_parallel import (
     implicit_replication,
     redistribute_policy,
 )
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 from hyper_parallel_ops_deepseek import reference as npu
 
@@ -45,10 +45,11 @@ class TestAddRMSNorm(Quick):
 
 class TestRotaryMul(Quick):
     op = npu.npu_rotary_mul
-    max_collectives: ClassVar = {"all_reduce": 3, "reduce_scatter": 3}
+    max_collectives = at_most(all_to_all=1)
     samples = (
-        sample(tensor(2, 3, 5, 4), tensor(1, 1, 5, 4), tensor(1, 1, 5, 4)),
+        sample(tensor(2, 3, 5, 6), tensor(1, 1, 5, 6), tensor(1, 1, 5, 6)),
         sample(tensor(2, 5, 3, 4), tensor(2, 5, 1, 4), tensor(2, 5, 1, 4), "interleave"),
+        sample(tensor(3, 10), tensor(10), tensor(10), "interleave").options(name="pairs_cut_through"),
     )
 
 
@@ -323,6 +324,36 @@ def test_adamw_is_that_of_pytorch(options):
         assert out[0] is parameter
     assert parameter.placements == (Shard(0),)
     torch.testing.assert_close(parameter.full_tensor(), plain.detach())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("mode", "size", "placement", "exchanges"),
+    [
+        ("interleave", 8, Shard(2), 0),
+        ("interleave", 6, Shard(2), 0),  # the last rank has nothing
+        ("interleave", 10, Shard(2), 1),
+        ("half", 12, PackedShard(2, (6, 6)), 0),
+        ("half", 10, PackedShard(2, (5, 5)), 0),
+        ("half", 8, Shard(2), 1),
+    ],
+)
+def test_rotated_elements_travel_only_where_their_partners_are_elsewhere(mode, size, placement, exchanges):
+    torch.manual_seed(0)
+    plain = [torch.randn(2, 3, size).requires_grad_(), torch.randn(3, size).requires_grad_(), torch.randn(3, size)]
+    want = npu.npu_rotary_mul(*plain, mode)
+    want.square().sum().backward()
+    x = spread(plain[0].detach(), placement).requires_grad_()
+    cosines, sines = (spread(t.detach(), Replicate()).requires_grad_() for t in plain[1:])
+    with CommTrace() as trace:
+        out = npu.npu_rotary_mul(x, cosines, sines, mode)
+        assert trace.counts == ({"all_to_all": exchanges} if exchanges else {})
+        out.square().sum().backward()
+    assert trace.counts.get("all_to_all", 0) == 2 * exchanges
+    assert out.placements == (placement,)
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(x.grad.full_tensor(), plain[0].grad)
+    torch.testing.assert_close(cosines.grad.full_tensor(), plain[1].grad)
 
 
 @pytest.mark.ranks(4)

@@ -1,26 +1,36 @@
-"""``npu_rotary_mul`` and ``npu_swiglu``: elementwise but for one dim, which stays whole or packed."""
+"""``npu_rotary_mul`` and ``npu_swiglu``: elementwise but for one dim, whose halves or pairs belong together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
+
+from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel.families.moving import Move, indices_of
+from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import PackedShard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+from .reference import rotated, with_rotated
 
 __all__ = ["RotaryMul", "SwiGLU"]
 
 
 class RotaryMul(StrategyOp):
-    """``npu_rotary_mul(input, r1, r2, rotary_mode)``: every dim but the last; cosines and sines follow where they are
-    not broadcast. Linear in the input, and in the two together."""
+    """``npu_rotary_mul(input, r1, r2, rotary_mode)``: every dim; cosines and sines follow where they are not broadcast.
+    Along a sharded last dim the elements travel whose partners, with which they are rotated, another rank holds.
+    Linear in the input, and in the two together."""
 
     summary = OpSummary(
-        "every dim but the last, cosines and sines alike; broadcast dims stay whole",
+        "every dim, cosines and sines alike; broadcast dims stay whole",
         pending="passes through the input, or through cosines and sines together",
-        whole="the last dim: its halves, or its pairs, are rotated into each other",
+        communicates="sharded last dim: 1 all-to-all of elements of the input for partners on another rank | the same; "
+        "none where a rank holds whole pairs (interleave) or its part of both halves (`PackedShard` of them)",
     )
 
     signature = "input, r1, r2, rotary_mode=half"
@@ -30,10 +40,31 @@ class RotaryMul(StrategyOp):
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
         (out,) = self.output_shapes(call)
-        for d in range(len(out) - 1):
+        for d in range(len(out)):
             yield Strategy([shard_if_full(spec.shape, d, out) for spec in call.inputs], S(d))
         yield Strategy({"input": P}, P)
         yield Strategy({"r1": P, "r2": P}, P)
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        target, shape = targets[call.position("input")], tuple(call.spec("input").shape)
+        last, size = len(shape) - 1, shape[-1]
+        if not target.shard_order[last]:
+            return None
+        partners = rotated(torch.arange(1, size + 1), call.arg("rotary_mode", "half"))  # from 1, so as to have a sign
+        move = Move.between(target, size, last, target, last, partners.abs() - 1)
+        if not move.communicates:
+            return None  # all partners are together, in the order that the function itself expects
+        held = dim_intervals(target, shape, last, call.info.my_coordinate())
+        signs, arguments = partners.sign()[indices_of(held)], self.arguments
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = arguments.bind(args, kwargs)
+            x = given["input"]
+            return with_rotated(x, move(x, last) * signs.to(x), given["r1"], given["r2"])
+
+        return local
 
 
 class SwiGLU(StrategyOp):

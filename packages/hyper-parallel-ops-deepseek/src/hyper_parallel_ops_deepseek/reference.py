@@ -82,17 +82,25 @@ def npu_rotary_mul(input: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rota
     Raises:
         ValueError: for another mode.
     """
-    if rotary_mode == "half":
-        first, second = input.chunk(2, -1)
-        rotated = torch.cat((-second, first), -1)
-    elif rotary_mode == "interleave":
-        rotated = torch.stack((-input[..., 1::2], input[..., ::2]), -1).flatten(-2)
-    else:
-        raise ValueError(f"rotary_mode is 'half' or 'interleave', got {rotary_mode!r}")
-    return (input * r1 + rotated * r2).to(input.dtype)
+    return with_rotated(input, rotated(input, rotary_mode), r1, r2)
 
 
 rotary_mul = npu_rotary_mul
+
+
+def rotated(x: torch.Tensor, rotary_mode: str) -> torch.Tensor:
+    """In the place of each element its partner, the first of the two negated."""
+    if rotary_mode == "half":
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+    if rotary_mode == "interleave":
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    raise ValueError(f"rotary_mode is 'half' or 'interleave', got {rotary_mode!r}")
+
+
+def with_rotated(x: torch.Tensor, other: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor) -> torch.Tensor:
+    """The embedding of ``x``, given :func:`rotated` of it."""
+    return (x * r1 + other * r2).to(x.dtype)
 
 
 @_overridable
