@@ -79,14 +79,14 @@ def _wrong_count(call: Call, strategy: Strategy, right: str) -> TypeError:
 class Rows:
     """An operator's rows, made as they are asked for: most calls match one of the first."""
 
-    def __init__(self, op: StrategyOp, call: Call, count: int) -> None:
+    def __init__(self, op: StrategyOp, call: Call, strategies: Iterable[Strategy], count: int) -> None:
         self.known: list[Row] = []
-        self.more = self._make(op, call, count)
+        self.more = self._make(op, call, strategies, count)
 
     @staticmethod
-    def _make(op: StrategyOp, call: Call, count: int) -> Iterator[Row]:
+    def _make(op: StrategyOp, call: Call, strategies: Iterable[Strategy], count: int) -> Iterator[Row]:
         everything = False
-        for strategy in op.strategies(call):
+        for strategy in strategies:
             row = Row.of(op, call, strategy, count)
             everything = everything or all(map(is_replicate, row.inputs))
             yield row

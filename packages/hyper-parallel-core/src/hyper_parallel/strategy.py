@@ -150,10 +150,14 @@ class StrategyOp(LayoutOp):
 
     def solve(self, call: Call) -> Solution:
         """Match the strategies per mesh axis, then jointly."""
+        return self.solve_by(call, self.strategies(call))
+
+    def solve_by(self, call: Call, strategies: Iterable[Strategy]) -> Solution:
+        """The solution by these strategies, for a rule that has to look at it before it decides."""
         count = self.num_outputs(call)
         shapes = self.output_shapes(call)
         largest = 0 if shapes is None else max(math.prod(shape) for shape in shapes)
-        chosen, targets, outputs = match(call, Rows(self, call, count), count, largest)
+        chosen, targets, outputs = match(call, Rows(self, call, strategies, count), count, largest)
         solution = Solution(
             targets,
             list(outputs),

@@ -83,15 +83,12 @@ class FlashAttention(KernelAttention):
             counts=(heads, call.spec(self.keys[0]).shape[-2] if self.keys else heads),
         )
 
-    def looks_back(self, call: Call) -> bool:
-        """Whether a query sees no key behind its own place."""
-        return bool(call.arg("causal")) or _window(call)[1] == 0
-
-    def _may_be_cut(self, call: Call) -> bool:
+    @staticmethod
+    def _may_be_cut(call: Call) -> bool:
         """Whether a part of the queries can do with the keys up to some place, or needs no places at all."""
         if call.arg("attention_chunk"):
             return False
-        return self.looks_back(call) or (max(_window(call)) < 0 and call.index("alibi_slopes") is None)
+        return _looks_back(call) or (max(_window(call)) < 0 and call.index("alibi_slopes") is None)
 
     def beside(self, call: Call, part: str) -> dict[str, Placement]:
         index = call.index("alibi_slopes")
@@ -102,7 +99,7 @@ class FlashAttention(KernelAttention):
         return {"alibi_slopes": S(dims[part])} if part in dims else {}
 
     def localised(self, call: Call) -> Callable[[Arguments, int, int], None]:
-        looks_back = self.looks_back(call)
+        looks_back = _looks_back(call)
         if self.lengths:
             return lambda given, start, stop: self._cut_sequences(given, start, stop, looks_back)
         ahead = call.spec(self.keys[0]).shape[1] - call.spec(self.query).shape[1]  # the last query sees the last key
@@ -125,10 +122,10 @@ class FlashAttention(KernelAttention):
 
     # -- starts of sequences that are sharded ---------------------------------------------------------------------
 
-    def strategies(self, call: Call) -> Iterable[Strategy]:
+    def strategies(self, call: Call, by_head: bool = True) -> Iterable[Strategy]:
         """Small, and read whole by every rank: with any row they may be sharded, and are gathered."""
         starts = [name for name in self.lengths if self._is_sharded(call, name)]
-        rows = [*super().strategies(call)]
+        rows = [*super().strategies(call, by_head)]
         if starts and self.form(call) is not None:
             rows.append(Strategy({}, [R] * self.num_outputs(call)))
             gathered = dict.fromkeys(starts, S(0))
@@ -200,9 +197,6 @@ class VarlenAttention(FlashAttention):
     def __init__(self, op_name: str) -> None:
         super().__init__(op_name, query="query", keys=("key", "value"), lengths=("cu_seq_q", "cu_seq_k"))
 
-    def looks_back(self, call: Call) -> bool:
-        return bool(call.arg("is_causal")) or _window(call)[1] == 0
-
     def num_outputs(self, call: Call) -> int:
         return 3
 
@@ -216,6 +210,11 @@ class VarlenAttention(FlashAttention):
 
 def _drops(call: Call) -> bool:
     return call.arg("dropout_p", 0.0) > 0
+
+
+def _looks_back(call: Call) -> bool:
+    """Whether a query sees no key behind its own place."""
+    return bool(call.arg("causal") or call.arg("is_causal")) or _window(call)[1] == 0
 
 
 def _window(call: Call) -> Sequence[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -60,8 +59,6 @@ class KernelAttention(StrategyOp):
       mask from the last query and key.
     """
 
-    by_head = True
-
     def form(self, call: Call) -> Form | None:
         """How this call writes attention; None where the kernel has to see everything."""
         raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define form")
@@ -85,19 +82,17 @@ class KernelAttention(StrategyOp):
     def solve(self, call: Call) -> Solution:
         solution = super().solve(call)
         form = self.form(call)
-        if form is None or form.heads is None or not self.by_head:
+        if form is None or form.heads is None:
             return solution
         query, *keys = (solution.targets[call.position(name)] for name in (form.query, *form.keys))
         if any(key.shard_order[form.heads] for key in keys) and not _whole_groups(
             call, form, query.shard_order[form.heads]
         ):
             # Chosen axis by axis, more of them than the heads allow together.
-            without = copy.copy(self)
-            without.by_head = False
-            return without.solve(call)
+            return self.solve_by(call, self.strategies(call, by_head=False))
         return solution
 
-    def strategies(self, call: Call) -> Iterable[Strategy]:
+    def strategies(self, call: Call, by_head: bool = True) -> Iterable[Strategy]:
         form = self.form(call)
         if form is None:
             return
@@ -106,7 +101,7 @@ class KernelAttention(StrategyOp):
             yield Strategy(
                 dict.fromkeys(names, S(form.batch)) | self.beside(call, "batch"), self.outputs(call, "batch")
             )
-        if form.heads is not None and self.by_head:
+        if form.heads is not None and by_head:
             yield from self._head_rows(call, form, form.heads)
         if form.rows is not None and not _packed(call, names, form.rows):
             queries, outputs = {form.query: S(form.rows)} | self.beside(call, "rows"), self.outputs(call, "rows")
