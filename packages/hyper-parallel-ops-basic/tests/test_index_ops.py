@@ -38,6 +38,7 @@ class TestGather(Quick):
         sample(MATRIX, 0, ROW_IDS),
         sample(MATRIX, 1, COLUMN_IDS),
         sample(tensor(5), 0, torch.empty(2, 0, dtype=torch.int64)),
+        sample(tensor(5, 6, 4), 1, ROW_IDS[:, :, None].expand(-1, -1, 3)).options(name="a part"),
     )
 
 
@@ -72,14 +73,24 @@ class TestScatter(Quick):
     op = torch.scatter
     max_collectives = at_most(all_gather=4, all_to_all=4)
     inplace = "scatter_"
-    samples = (sample(MATRIX, 0, DISTINCT, ROWS), sample(MATRIX, 0, DISTINCT, 1.0))
+    samples = (
+        sample(MATRIX, 0, DISTINCT, ROWS),
+        sample(MATRIX, 0, DISTINCT, 1.0),
+        sample(MATRIX, 0, DISTINCT[:, :3], tensor(3, 3)).options(name="fewer columns"),
+        sample(MATRIX, 0, DISTINCT[:, :0], 1.0).options(name="no columns"),
+        sample(MATRIX, 1, torch.empty(0, dtype=torch.int64), 1.0).options(name="nothing"),
+    )
 
 
 class TestScatterAdd(Quick):
     op = torch.scatter_add
     max_collectives = at_most(all_gather=4, all_to_all=4)
     inplace = "scatter_add_"
-    samples = (sample(MATRIX, 0, ROW_IDS, ROWS), sample(MATRIX, 1, COLUMN_IDS, COLUMNS))
+    samples = (
+        sample(MATRIX, 0, ROW_IDS, ROWS),
+        sample(MATRIX, 1, COLUMN_IDS, COLUMNS),
+        sample(tensor(5, 6, 4), 1, ROW_IDS[:, :, None].expand(-1, -1, 3), tensor(3, 6, 3)).options(name="a part"),
+    )
 
 
 class TestScatterReduce(Quick):
@@ -90,6 +101,8 @@ class TestScatterReduce(Quick):
         sample(MATRIX, 0, ROW_IDS, ROWS, "sum"),
         sample(MATRIX, 0, ROW_IDS, ROWS, reduce="amax"),
         sample(MATRIX, 0, ROW_IDS, ROWS, "mean", include_self=False),
+        # PyTorch has no gradient of these.
+        sample(tensor(5, 6, grad=False), 0, ROW_IDS, tensor(6, 7, grad=False), "amax").options(name="larger source"),
     )
 
 
@@ -233,6 +246,36 @@ def test_a_packed_dim_beside_a_sharded_index():
             torch.testing.assert_close(got.full_tensor(), x.index_add(0, ids, rows))
     mine[spread(ids, Shard(0))] = spread(rows[ids], Shard(0))
     assert torch.equal(mine.full_tensor()[ids], rows[ids])
+
+
+@pytest.mark.ranks(4)
+def test_an_index_that_is_smaller_goes_where_its_part_of_the_target_is():
+    torch.manual_seed(0)
+    values = torch.randn(6, 9), torch.randint(6, (4, 5)), torch.randn(4, 5)
+    wanted = values[0].clone().scatter_add_(0, *values[1:])
+    weights = torch.arange(54.0).view(6, 9)
+    moved, summed = {"all_to_all": 1}, {"all_reduce": 1}
+    for at, source_at, *costs in (
+        (Shard(1), Shard(1), {"all_to_all": 2}, moved),
+        (Shard(1), Replicate(), moved, summed),
+        (Replicate(), Shard(1), moved, moved),
+        (Replicate(), Replicate(), {}, summed),
+    ):
+        target, gradient = spread(values[0], Shard(1)), spread(weights, Shard(1))
+        index, source = spread(values[1], at), spread(values[2], source_at).requires_grad_()
+        with redistribute_policy("strict"), CommTrace() as forward:
+            target.scatter_add_(0, index, source)
+        with CommTrace() as backward:
+            target.backward(gradient)
+        assert [forward.counts, backward.counts] == costs
+        assert target.placements == (Shard(1),)
+        assert torch.equal(target.full_tensor(), wanted)
+        assert torch.equal(source.grad.full_tensor(), weights[:, :5].gather(0, values[1]))
+    x, index = spread(values[0], Shard(1)), spread(values[1], Shard(1))
+    with redistribute_policy("strict"), CommTrace() as trace:
+        read = x.gather(0, index)
+    assert trace.counts == {"all_to_all": 1}
+    assert torch.equal(read.full_tensor(), values[0][:, :5].gather(0, values[1]))
 
 
 def test_an_id_out_of_range_in_one_shard_ends_every_rank(tmp_path):

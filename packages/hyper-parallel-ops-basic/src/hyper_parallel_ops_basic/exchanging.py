@@ -45,6 +45,7 @@ class Exchange:
         self._group = layout.info.group(self.axes)
         self._held = [indices_of(dim_intervals(layout, shape, dim, c)) for c in self._group.coordinates]
         self._pieces = [local_shape(index_layout, index_shape, c) for c in self._group.coordinates]
+        self._spread_dims = {d for d, order in enumerate(index_layout.shard_order) if {*order} & {*self.axes}}
         self._index_parts = [
             [indices_of(dim_intervals(index_layout, index_shape, d, c)) for c in self._group.coordinates]
             for d in range(len(index_shape))
@@ -108,7 +109,12 @@ class Exchange:
 
     def _told(self, index: torch.Tensor, size: int) -> list[torch.Tensor]:
         """The index pieces of all members, on the CPU."""
-        counts = [math.prod(piece) for piece in self._pieces]
+        # Along other dims they have as much of it as this one, which may be less than their layout says.
+        pieces = [
+            tuple(piece[d] if d in self._spread_dims else size for d, size in enumerate(index.shape))
+            for piece in self._pieces
+        ]
+        counts = [math.prod(piece) for piece in pieces]
         longest = max(counts)
         padded = index.new_zeros(longest)
         padded[: index.numel()] = index.reshape(-1)
@@ -116,7 +122,7 @@ class Exchange:
         if longest:
             comm.all_gather(known, padded, self._group)
         rows = known.cpu().view(len(counts), longest)
-        parts = [row[:n].view(piece).long() for row, n, piece in zip(rows, counts, self._pieces, strict=True)]
+        parts = [row[:n].view(piece).long() for row, n, piece in zip(rows, counts, pieces, strict=True)]
         for part in parts:
             if part.numel() and not 0 <= int(part.min()) <= int(part.max()) < size:
                 raise IndexError(f"index out of range: between {int(part.min())} and {int(part.max())}, size {size}")

@@ -18,6 +18,7 @@ from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, on_dim
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
+from .alignment import aligned
 from .exchanging import Exchange, placed_along
 from .lookup import Lookup
 
@@ -68,9 +69,10 @@ class IndexSelect(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        dim = call.dim("dim")
+        dim, alignments = call.dim("dim"), self.alignments(call, targets)
         assert dim is not None
-        if not targets[0].ndim or not targets[0].shard_order[dim]:
+        is_spread = bool(targets[0].ndim and targets[0].shard_order[dim])
+        if not is_spread and not alignments:
             return None
         shape, where = tuple(call.spec("input").shape), call.position("index")
         exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
@@ -80,12 +82,20 @@ class IndexSelect(StrategyOp):
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = arguments.bind(args, kwargs)
             x, index = given["input"], given["index"]
+            for align in alignments:
+                x = align(x)
+            if not is_spread:
+                return take(x, dim, index)
             if exchange:
                 rows, at, _ = exchange.read(x, index)
                 return take(rows, dim, at)
             return look_up(x, index, held, layout)
 
         return local
+
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        """What has to be done with the input first."""
+        return []
 
     @staticmethod
     def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -105,7 +115,10 @@ class Gather(IndexSelect):
     summary = OpSummary(
         "every dim, and the index with it; the gathered dim leaves a pending sum (bool: max) where the index is whole",
         pending="passes, of any kind",
-        communicates="dim and index sharded by one axis: as `index_select`",
+        communicates=(
+            "dim and index sharded by one axis: as `index_select`; index with less of another sharded dim: 1 "
+            "all-to-all of what it has | the same"
+        ),
     )
 
     signature = "input, dim, index, *, sparse_grad=False"
@@ -118,8 +131,10 @@ class Gather(IndexSelect):
             yield from (Strategy({"index": S(d)}, S(d)) for d in range(len(index.shape)))
             return
         for d in range(len(spec.shape)):
-            if d != dim and spec.shape[d] == index.shape[d]:
+            if d != dim:
                 yield Strategy({"input": S(d), "index": S(d)}, S(d))
+                if spec.shape[d] != index.shape[d]:
+                    yield Strategy({"index": S(d)}, S(d))
         if index.shape:
             yield Strategy({"index": S(dim)}, S(dim))
         for pending in pending_of(call, "input"):
@@ -128,6 +143,14 @@ class Gather(IndexSelect):
             yield Strategy({"input": S(dim)}, pending_lookup(spec.dtype))
         if spec.shape and index.shape:
             yield from fetching_rows(call, dim, dim, dim)
+
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        have, want = targets[0], targets[call.position("index")]
+        shape, sizes = tuple(call.inputs[0].shape), tuple(call.spec("index").shape)
+        if len(sizes) != len(shape):
+            return []
+        less = [d for d, size in enumerate(sizes) if d != call.dim("dim") and size != shape[d] and want.shard_order[d]]
+        return [aligned(have, shape, want, sizes, d, sizes[d]) for d in less]
 
     @staticmethod
     def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ the same mesh axes, the sources travel to the ranks that hold their places (:mod
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +22,7 @@ from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import is_replicate, on_dim
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
+from .alignment import aligned
 from .exchanging import Exchange, placed_along
 from .gathered_inputs import gathered_inside
 
@@ -76,6 +79,12 @@ class _Write(StrategyOp):
         """The argument with the sources, where it is a tensor."""
         return [self.source] if self.source is not None and call.index(self.source) is not None else []
 
+    def alignments(
+        self, call: Call, targets: Sequence[Layout]
+    ) -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
+        """What has to be done first, and to which argument, where index or sources are smaller than the target."""
+        return []
+
     def strategies(self, call: Call) -> Iterable[Strategy]:
         dim, shape = call.dim("dim"), call.spec("input").shape
         assert dim is not None
@@ -108,22 +117,27 @@ class _Write(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        dim = call.dim("dim")
+        dim, alignments = call.dim("dim"), self.alignments(call, targets)
         assert dim is not None
-        if not targets[0].ndim or not targets[0].shard_order[dim]:
+        is_spread = bool(targets[0].ndim and targets[0].shard_order[dim])
+        if not is_spread and not alignments:
             return None
         sources, along, index_dim = self.sources(call), self.source_dim(call) or 0, self.index_dim(call)
         where, shape = call.position("index"), tuple(call.inputs[0].shape)
         held = HeldIndices(targets[0], shape, dim)
         exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
-        func = getattr(torch, call.name.rstrip("_"))
+        func = getattr(torch, call.name.rstrip("_")) if is_spread else call.func
         inplace, arguments, places = call.inplace, self.arguments, self.places
 
         def write(*args: Any, **kwargs: Any) -> torch.Tensor:
             bound = arguments.bind(args, kwargs)
+            for name, align in alignments:
+                bound[name] = align(bound[name])
             x, index = bound.pop("input"), places(bound.pop("index"), shape[dim])
             if "src" in bound and not isinstance(bound["src"], torch.Tensor):
                 bound["value"] = bound.pop("src")
+            if not is_spread:
+                return func(x, index=index, **bound)
             if exchange:
                 whole = exchange.told(index, index_dim=index_dim)
                 needed = exchange.needed(whole, index_dim)
@@ -187,12 +201,49 @@ class IndexFill(IndexWrite):
 
 
 class Scatter(_Write):
-    """``scatter``, ``scatter_add``, ``scatter_reduce``: single elements, by a tensor of indices."""
+    """``scatter``, ``scatter_add``, ``scatter_reduce``: single elements, by a tensor of indices.
 
-    summary = _SUMMARY
+    The index may be smaller than target and sources, along another dim too: the rank that holds a part of the target
+    needs what goes there.
+    """
+
+    summary = replace(
+        _SUMMARY,
+        communicates=_SUMMARY.communicates
+        + "; index or sources with less or more of another sharded dim: 1 all-to-all of each | 1 all-to-all",
+    )
     signature = "input, dim, index, src, reduce, *, value, include_self=True"
     source = "src"
     beside = ("input", "index", "src")
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        if _writes_nothing(call):
+            yield from (Strategy({"input": S(d)}, S(d)) for d in range(len(call.inputs[0].shape)))
+            return
+        yield from super().strategies(call)
+        operands = ["index", *self.sources(call)]
+        for d in self._other_sizes(call):
+            for which in itertools.product((False, True), repeat=len(operands)):
+                yield Strategy(dict.fromkeys(["input", *itertools.compress(operands, which)], S(d)), S(d))
+
+    def _other_sizes(self, call: Call) -> list[int]:
+        """The dims, other than the written one, of which the index has a part only."""
+        if _writes_nothing(call):
+            return []
+        shape, names = call.inputs[0].shape, ["index", *self.sources(call)]
+        is_alike = [all(call.spec(name).shape[d] == size for name in names) for d, size in enumerate(shape)]
+        return [d for d, alike in enumerate(is_alike) if not alike and d != call.dim("dim")]
+
+    def alignments(
+        self, call: Call, targets: Sequence[Layout]
+    ) -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
+        target, whole = targets[0], tuple(call.inputs[0].shape)
+        found = []
+        for d in self._other_sizes(call):
+            for name in ["index", *self.sources(call)] if target.shard_order[d] else []:
+                layout, shape = targets[call.position(name)], tuple(call.spec(name).shape)
+                found.append((name, aligned(layout, shape, target, whole, d, call.spec("index").shape[d])))
+        return found
 
     def index_dim(self, call: Call) -> int:
         dim = call.dim("dim")
@@ -201,7 +252,7 @@ class Scatter(_Write):
 
     def source_dim(self, call: Call) -> int | None:
         dim, index = self.index_dim(call), call.spec("index").shape
-        fits = bool(index) and all(call.spec(name).shape[dim] == index[dim] for name in self.sources(call))
+        fits = dim < len(index) and all(call.spec(name).shape[dim] == index[dim] for name in self.sources(call))
         return dim if fits else None
 
     def is_linear(self, call: Call) -> bool:
@@ -210,3 +261,9 @@ class Scatter(_Write):
 
     def is_adding(self, call: Call) -> bool:
         return self.adds or call.arg("reduce") in ("sum", "add")
+
+
+def _writes_nothing(call: Call) -> bool:
+    """Whether the index is empty, and so may have other dims than the target."""
+    index = call.spec("index").shape
+    return 0 in index and len(index) != len(call.inputs[0].shape)
