@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import CommTrace, Shard, distribute_tensor
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel import CommTrace, PackedShard, Shard, distribute_tensor
+from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 
 IMAGES = tensor(3, 2, 5, 6)
@@ -94,7 +94,9 @@ class TestColumns(Few):
         sample(tensor(2, 5, 3, 3), 2),
         sample(tensor(3, 3, 4), (2, 1), padding=1, stride=2),
         sample(tensor(1, 1, 3, 3), 3),
+        sample(tensor(2, 7, 9), (3, 2), dilation=2, padding=(3, 0), stride=(1, 2)),
     )
+    max_collectives = at_most(all_to_all=2)
 
 
 class TestJoinedColumns(Few):
@@ -124,6 +126,37 @@ def test_only_rows_of_channels_that_do_not_divide_evenly_travel(channels, moved)
         (image * image).sum().backward()
     assert trace.counts == dict.fromkeys(moved, 2)
     torch.testing.assert_close(x.grad.full_tensor(), 2 * x.detach().full_tensor())
+
+
+ROWS, EVERY_ROW = Shard(2), PackedShard(2, (4,) * 4)
+BESIDE, APART = {"stride": 2}, {"stride": 2, "dilation": 3, "padding": 1}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("mesh", "image", "options", "columns", "moved"),
+    [
+        ((4,), [Shard(2)], BESIDE, [ROWS], 0),
+        ((4,), [Shard(3)], BESIDE, [EVERY_ROW], 0),
+        ((4,), [Shard(2)], APART, [ROWS], 1),
+        ((4,), [Shard(3)], APART, [EVERY_ROW], 1),
+        ((2, 2), [Shard(2), Shard(3)], BESIDE, [ROWS, EVERY_ROW], 0),
+        ((2, 2), [Shard(2), Shard(3)], APART, [ROWS, EVERY_ROW], 1),
+        ((2, 2), [Shard(0), Shard(3)], APART, [Shard(0), EVERY_ROW], 1),
+        ((2, 2), [Shard(1), Shard(2)], APART, [Shard(1), ROWS], 2),
+    ],
+)
+def test_only_positions_under_columns_of_other_ranks_travel(mesh, image, options, columns, moved):
+    """Patches that end where the shards do are cut out where they are; three channels on two ranks travel as well."""
+    whole = torch.randn(2, 3, 8, 8)
+    x = distribute_tensor(whole, mesh_of(mesh), image).requires_grad_()
+    with CommTrace() as trace:
+        out = F.unfold(x, 2, **options)
+        out.backward(torch.ones_like(out))
+    calls = {"all_to_all": moved} if moved else {}
+    assert trace.phase("forward") == trace.phase("backward") == calls
+    assert list(out.placements) == columns
+    torch.testing.assert_close(out.full_tensor(), F.unfold(whole, 2, **options))
 
 
 class TestWindows(Few):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,16 +12,25 @@ from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import Move, indices_of, plain
 from hyper_parallel.families.ranges import merged
+from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+
+from .convolution import each
+from .halo import Window
+from .patches import Patches, in_every_row
+
+Placed = tuple[Layout, tuple[int, ...]]
+"""A tensor's layout and global shape."""
 
 
 class Columns(StrategyOp):
     """The rows of a column are those of one channel after another, so whole channels are computed where they lie. Rows
     then travel to (``fold``: come from) the equal chunks of all rows, where whole channels are none.
 
-    Of sharded positions every rank joins its own columns, which leaves a pending sum.
+    Of sharded positions every rank fetches those that its columns show (``unfold``), or joins its own columns, which
+    leaves a pending sum (``fold``).
 
     Args:
         joins: whether the columns are joined to an image (``fold``).
@@ -31,66 +40,90 @@ class Columns(StrategyOp):
         self.signature = signature
         super().__init__(op_name)
         self.joins = joins
+        positions = "" if joins else "sharded positions: 1 all-to-all of those that columns of other ranks show; "
         self.summary = OpSummary(
-            "samples, channels; positions leave a pending sum" if joins else "samples, channels",
+            "samples, channels; positions leave a pending sum"
+            if joins
+            else "every dim; the width's shards have a chunk of each row of columns (`PackedShard`)",
             pending="passes",
-            communicates="channels that do not divide evenly: 1 all-to-all of the rows that change rank | the same",
-            whole="" if joins else "positions: the patches overlap",
+            communicates=f"{positions}channels that do not divide evenly: 1 all-to-all of the rows that change rank "
+            "| the same",
         )
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        batched = len(call.inputs[0].shape) == (3 if self.joins else 4)
-        for d in range(1 + batched):
+        columns = len(call.inputs[0].shape) - (1 if self.joins else 2)
+        for d in range(columns):
             yield Strategy([S(d)], S(d))
         if self.joins:
-            yield Strategy([S(1 + batched)], P)
+            yield Strategy([S(columns)], P)
+        else:
+            yield Strategy([S(columns)], S(columns))
+            counts = [w.count(n) for w, n in zip(_windows(call), call.inputs[0].shape[-2:], strict=True)]
+            yield Strategy([S(columns + 1)], in_every_row(columns, counts))
         yield Strategy([P], P)
 
     def solve(self, call: Call) -> Solution:
-        solution = self._by_channels(call)
-        layout, shape = solution.targets[0], tuple(call.inputs[0].shape)
-        if not self.joins or not layout.shard_order[-1]:
-            return solution
-        func = solution.local or call.func
-        held = indices_of(dim_intervals(layout, shape, len(shape) - 1, call.info.my_coordinate()))
-
-        def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            room = x.new_zeros(*x.shape[:-1], shape[-1])
-            return func(room.index_copy(-1, held.to(x.device), x), *args, **kwargs)
-
-        solution.local = local
-        return solution
-
-    def _by_channels(self, call: Call) -> Solution:
-        """The solution where positions are whole."""
+        (result,) = call.output_shapes()  # first, as what PyTorch refuses has no layouts
         solution = super().solve(call)
         target, (output,) = solution.targets[0], solution.outputs
         assert output is not None
-        shape, (result,) = tuple(call.inputs[0].shape), call.output_shapes()
-        output, at = fit_rank(output, len(result)), len(shape) - (2 if self.joins else 3)
-        if not target.shard_order[at]:
+        shape, joins, here = tuple(call.inputs[0].shape), self.joins, call.info.my_coordinate()
+        at = len(shape) - (2 if joins else 3)
+        if not any(target.shard_order[at:]):
             return solution
-        output = plain(output, [at])
+        output, fetch, func = self._of_positions(call, target, plain(fit_rank(output, len(result)), [at]))
         before, after = (target, shape), (output, result)
-        channels, rows = (after, before) if self.joins else (before, after)
-        patch = rows[1][at] // channels[1][at]
-
-        def rows_of_channels(coordinate: tuple[int, ...]) -> Intervals:
-            return tuple((a * patch, b * patch) for a, b in dim_intervals(*channels, at, coordinate))
-
-        group = target.info.group(tuple(sorted(target.shard_order[at])))
-        whole = [indices_of(rows_of_channels(c)) for c in group.coordinates]
-        equal = [indices_of(dim_intervals(*rows, at, c)) for c in group.coordinates]
-        move = Move(group, equal, whole) if self.joins else Move(group, whole, equal)
-        func, joins, here = call.func, self.joins, call.info.my_coordinate()
-        stays = all(merged(rows_of_channels(c)) == merged(dim_intervals(*rows, at, c)) for c in group.coordinates)
-        own = list(local_shape(*(channels if joins else rows), here))
-        own[at] = length(dim_intervals(*channels, at, here)) * (1 if joins else patch)
+        image, columns = (after, before) if joins else (before, after)
+        move = _rows_that_travel(image, columns, at, joins)
+        own = list(local_shape(*after, here))
+        own[at] = length(dim_intervals(*image, at, here)) * (result[at] // image[1][at])
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            x = move(x, at) if joins and not stays else x
+            x = fetch(move(x, at) if move and joins else x)
             out = func(x, *args, **kwargs) if x.numel() else zeros_from(own, x)
-            return out if joins or stays else move(out, at)
+            return move(out, at) if move and not joins else out
 
         solution.outputs, solution.local = [output], local
         return solution
+
+    def _of_positions(
+        self, call: Call, target: Layout, output: Layout
+    ) -> tuple[Layout, Callable[[torch.Tensor], torch.Tensor], Callable[..., torch.Tensor]]:
+        """The result's layout; what this rank needs of the input to compute its positions; and how it does."""
+        shape, (result,) = tuple(call.inputs[0].shape), call.output_shapes()
+        if not self.joins and any(target.shard_order[-2:]):
+            patches = Patches(_windows(call), (target, shape), (output, result))
+            return patches.output, patches.fetch, patches.columns
+        if not self.joins or not target.shard_order[-1]:
+            return output, lambda x: x, call.func
+        held = indices_of(dim_intervals(target, shape, len(shape) - 1, call.info.my_coordinate()))
+
+        def among_all(x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(*x.shape[:-1], shape[-1]).index_copy(-1, held.to(x.device), x)
+
+        return output, among_all, call.func
+
+
+def _windows(call: Call) -> list[Window]:
+    """What a column shows, for each position dim of the image."""
+    defaults = {"kernel_size": None, "stride": 1, "dilation": 1, "padding": 0}
+    given = (each(call.arg(name, default), 2) for name, default in defaults.items())
+    return [Window(k, s, d, (p, p)) for k, s, d, p in zip(*given, strict=True)]
+
+
+def _rows_that_travel(image: Placed, columns: Placed, at: int, joins: bool) -> Move | None:
+    """From the rows of whole channels to the chunks of all rows (``joins``: back); None where these are the same."""
+    (layout, channels), (_, rows) = image, columns
+    if not layout.shard_order[at]:
+        return None
+    patch = rows[at] // channels[at]
+
+    def rows_of_channels(coordinate: tuple[int, ...]) -> Intervals:
+        return tuple((a * patch, b * patch) for a, b in dim_intervals(*image, at, coordinate))
+
+    group = layout.info.group(tuple(sorted(layout.shard_order[at])))
+    pairs = [(rows_of_channels(c), dim_intervals(*columns, at, c)) for c in group.coordinates]
+    if all(merged(mine) == merged(chunk) for mine, chunk in pairs):
+        return None
+    whole, equal = ([indices_of(intervals) for intervals in some] for some in zip(*pairs, strict=True))
+    return Move(group, equal, whole) if joins else Move(group, whole, equal)

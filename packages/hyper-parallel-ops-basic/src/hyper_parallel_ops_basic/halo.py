@@ -48,6 +48,12 @@ class Window:
         """For elements that have it already."""
         return Window(self.kernel, self.stride, self.dilation)
 
+    def under(self, start: int, stop: int, size: int) -> torch.Tensor:
+        """The positions, of ``size``, from the first one of window ``start`` to the last one of window ``stop - 1``;
+        ``NOTHING`` in the padding."""
+        read = torch.arange(start * self.stride, (stop - 1) * self.stride + self.reach) - self.pads[0]
+        return torch.where((read >= 0) & (read < size), read, NOTHING)
+
     def starts(self, output: Layout, size: int, dim: int) -> torch.Tensor:
         """The first position, in the tensor of ``size``, of each window of this rank; negative in the padding."""
         held = dim_intervals(output, self._sizes(output, size, dim), dim, output.info.my_coordinate())
@@ -69,11 +75,7 @@ class Window:
         wanted = []
         for coordinate in coordinates:
             windows = dim_intervals(output, self._sizes(output, size, dim), dim, coordinate)
-            read = torch.arange(0)
-            if windows:
-                ((start, stop),) = windows
-                read = torch.arange(start * self.stride, (stop - 1) * self.stride + self.reach) - self.pads[0]
-            wanted.append(torch.where((read >= 0) & (read < size), read, NOTHING))
+            wanted.append(self.under(*windows[0], size) if windows else torch.arange(0))
         return Move(layout.info.group(axes) if axes else None, held, wanted, fill)
 
     def _sizes(self, output: Layout, size: int, dim: int) -> tuple[int, ...]:
