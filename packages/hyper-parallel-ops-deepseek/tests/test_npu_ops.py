@@ -21,6 +21,7 @@ from hyper_parallel import (
 from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 from hyper_parallel_ops_deepseek import reference as npu
+from hyper_parallel_ops_deepseek.attention_band import Band
 
 
 class Quick(OpConformance):
@@ -137,6 +138,8 @@ def attention(query, key, value, layout, mask=None, heads=4, **options):
 BSND = tensor(3, 4, 8, 2), tensor(3, 6, 4, 2), tensor(3, 6, 4, 2)
 MASK = torch.randint(0, 2, (3, 1, 4, 6), generator=torch.Generator().manual_seed(0)).bool()
 MASK[..., 0] = False
+# What the kernel wants under sparse_mode 2 to 4; the definition does not read it.
+PATTERN = torch.ones(2, 2, dtype=torch.bool).triu(1)
 
 
 class TestFusionAttention(Quick):
@@ -145,28 +148,40 @@ class TestFusionAttention(Quick):
     atol = 1e-6
     samples = (
         sample(*BSND, "BSND", MASK, heads=8).options(name="grouped_heads_and_mask"),
-        sample(tensor(2, 5, 4, 2), tensor(2, 5, 4, 2), tensor(2, 5, 4, 3), "BNSD", heads=5, sparse_mode=3).options(
-            name="uneven_heads_causal"
-        ),
+        sample(
+            tensor(2, 5, 4, 2), tensor(2, 5, 4, 2), tensor(2, 5, 4, 3), "BNSD", PATTERN, heads=5, sparse_mode=3
+        ).options(name="uneven_heads_causal"),
         sample(*BSND, "BSND", MASK[0, 0], heads=8, sparse_mode=1).options(name="mask_of_queries_and_keys"),
         sample(tensor(2, 3, 16), tensor(2, 3, 8), tensor(2, 3, 8), "BSH", heads=8).options(name="heads_times_features"),
-        sample(tensor(3, 2, 8), tensor(3, 2, 8), tensor(3, 2, 8), "SBH", pre_tockens=1, next_tockens=0).options(
-            name="band"
-        ),
         sample(
-            tensor(7, 4, 2), tensor(7, 4, 2), tensor(7, 4, 2), "TND",
+            tensor(6, 2, 8), tensor(6, 2, 8), tensor(6, 2, 8), "SBH", ~torch.eye(6).bool(),
+            pre_tockens=1, next_tockens=0,
+        ).options(name="band_and_mask"),
+        sample(
+            tensor(7, 4, 2), tensor(7, 4, 2), tensor(7, 4, 2), "TND", PATTERN,
             actual_seq_qlen=(3, 7), actual_seq_kvlen=(3, 7), sparse_mode=2, sink=tensor(4),
         ).options(name="packed_sequences_and_sink"),
         sample(
-            tensor(7, 4, 2), tensor(9, 2, 2), tensor(9, 2, 2), "TND",
+            tensor(7, 4, 2), tensor(9, 2, 2), tensor(9, 2, 2), "TND", PATTERN,
             actual_seq_qlen=(3, 3, 7), actual_seq_kvlen=(3, 5, 9), sparse_mode=3,
         ).options(name="packed_sequences_causal"),
-        sample(tensor(2, 5, 4, 2), tensor(2, 6, 4, 2), tensor(2, 6, 4, 2), "BSND", sparse_mode=3).options(
-            name="more_keys_causal"
-        ),
+        sample(
+            tensor(7, 4, 2), tensor(9, 4, 2), tensor(9, 4, 2), "TND", PATTERN,
+            actual_seq_qlen=(3, 7), actual_seq_kvlen=(4, 9), sparse_mode=4, pre_tockens=1, next_tockens=0,
+        ).options(name="packed_sequences_band"),
         sample(
             tensor(7, 4, 2), tensor(7, 4, 2), tensor(7, 4, 2), "TND", actual_seq_qlen=(2, 7), actual_seq_kvlen=(2, 7),
         ),
+        sample(tensor(2, 5, 4, 2), tensor(2, 6, 4, 2), tensor(2, 6, 4, 2), "BSND", PATTERN, sparse_mode=3).options(
+            name="more_keys_causal"
+        ),
+        sample(
+            tensor(1, 5, 8), tensor(1, 6, 8), tensor(1, 6, 8), "BSH", PATTERN, sparse_mode=2, pse=tensor(1, 4, 5, 6)
+        ).options(name="causal_from_the_first_and_pse"),
+        sample(
+            tensor(2, 4, 5, 2), tensor(2, 4, 6, 2), tensor(2, 4, 6, 2), "BNSD", PATTERN,
+            sparse_mode=4, pre_tockens=2, next_tockens=1,
+        ).options(name="band_from_the_last"),
     )  # fmt: skip
 
 
@@ -204,18 +219,92 @@ def test_queries_stay_sharded_where_the_masks_say_what_they_see():
     assert [o.placements[0] for o in got[:4]] == [Shard(1), Shard(2), Shard(2), Replicate()]
     want = npu.npu_fusion_attention(q, k, k, 4, "BSND", atten_mask=mask, scale=0.5)
     torch.testing.assert_close(got[0].full_tensor(), want[0])
-    for counted_from_all in ({"sparse_mode": 2}, {"next_tockens": 0}):
-        with pytest.raises(ValueError, match="no strategy takes"):
-            npu.npu_fusion_attention(*args, 4, "BSND", scale=0.5, **counted_from_all)
+
+
+# Queries and keys, sparse_mode, and how many keys before and behind its own place a query sees.
+BANDS = [
+    (6, 6, 0, 9, 0),
+    (6, 7, 0, 2, 1),
+    (6, 4, 0, 1, -1),
+    (6, 6, 2, 0, 0),
+    (5, 7, 2, 0, 0),
+    (7, 4, 2, 0, 0),
+    (5, 7, 3, 0, 0),
+    (5, 7, 4, 2, 1),
+    (7, 5, 4, 1, 3),
+    (5, 7, 4, 3, -2),
+    (6, 6, 4, 2147483647, 2147483647),
+]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_a_part_of_the_queries_sees_the_same_keys(band):
+    queries, keys, mode, *tokens = band
+    mask = torch.rand(queries, keys, generator=torch.Generator().manual_seed(0)) < 0.2
+    whole = npu.left_out(queries, keys, mask, tokens, mode, torch.device("cpu"))
+    seen = Band(mode, *((2147483647, 0) if mode in (2, 3) else tokens), (queries,), (keys,))
+    assert not seen.some_see_nothing()
+    for start in range(queries):
+        for stop in range(start + 1, queries + 1):
+            given = {"sparse_mode": mode, "atten_mask": mask[start:stop], "pre_tockens": 0, "next_tockens": 0}
+            end = seen.cut_samples(given, start, stop)
+            rest = given["pre_tockens"], given["next_tockens"]
+            assert mode == 0 or min(rest) >= 0
+            part = npu.left_out(stop - start, end, given["atten_mask"], rest, given["sparse_mode"], mask.device)
+            assert torch.equal(part, whole[start:stop, :end])
+            assert whole[start:stop, end:].all()
 
 
 @pytest.mark.ranks(4)
-def test_packed_tokens_gather_keys_and_values():
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_queries_stay_sharded_under_any_band(band):
+    torch.manual_seed(0)
+    queries, keys, mode, before, after = band
+    plain = [torch.randn(1, n, 4, 2).requires_grad_() for n in (queries, keys, keys)]
+    mask = torch.rand(queries, keys) < 0.2
+    options = {"sparse_mode": mode, "pre_tockens": before, "next_tockens": after, "scale": 0.5}
+    want = npu.npu_fusion_attention(*plain, 4, "BSND", atten_mask=mask, **options)
+    want[0].square().sum().backward()
+    args = [spread(x.detach(), p).requires_grad_() for x, p in zip(plain, (Shard(1), *[Replicate()] * 2), strict=True)]
+    mask = spread(mask, Shard(0) if mode == 0 else Replicate())
+    with CommTrace() as trace:
+        got = npu.npu_fusion_attention(*args, 4, "BSND", atten_mask=mask, **options)
+        assert trace.counts == {}
+        got[0].square().sum().backward()
+    assert got[0].placements == (Shard(1),)
+    for have, expected in zip(got[:3], want[:3], strict=True):
+        torch.testing.assert_close(have.full_tensor(), expected)
+    for have, expected in zip(args, plain, strict=True):
+        torch.testing.assert_close(have.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparse_mode": 4, "pre_tockens": -1},  # the last query sees nothing
+        {"pse": torch.zeros(1, 4, 3, 6)},  # of the last queries
+        {"actual_seq_qlen": (3, 6), "actual_seq_kvlen": (3, 6)},
+    ],
+    ids=["unseen", "compressed", "lengths"],
+)
+def test_queries_that_cannot_be_cut_are_refused(options):
+    q = spread(torch.randn(1, 6, 4, 2), Shard(1))
+    k = spread(torch.randn(1, 6, 4, 2), Replicate())
+    pattern = spread(PATTERN, Replicate())
+    with implicit_replication(), pytest.raises(ValueError, match="no strategy takes"):
+        npu.npu_fusion_attention(q, k, k, 4, "BSND", **({"sparse_mode": 2, "atten_mask": pattern} | options))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mode", [2, 3])
+def test_packed_tokens_gather_keys_and_values(mode):
     q, ends = torch.randn(7, 4, 2), (3, 7)
-    lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, "sparse_mode": 3, "scale": 0.5}
-    want = npu.npu_fusion_attention(q, q, q, 4, "TND", **lengths)[0]
-    x = spread(q, Shard(0))
-    got, collectives = counted(lambda: npu.npu_fusion_attention(x, x.clone(), x.clone(), 4, "TND", **lengths))
+    lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, "scale": 0.5}
+    causal = {"sparse_mode": mode, "atten_mask": PATTERN}
+    want = npu.npu_fusion_attention(q, q, q, 4, "TND", **lengths, **causal)[0]
+    x, causal["atten_mask"] = spread(q, Shard(0)), spread(PATTERN, Replicate())
+    got, collectives = counted(lambda: npu.npu_fusion_attention(x, x.clone(), x.clone(), 4, "TND", **lengths, **causal))
     assert collectives == {"all_gather": 2}
     assert got[0].placements == (Shard(0),)
     torch.testing.assert_close(got[0].full_tensor(), want)
@@ -245,8 +334,11 @@ def test_attention_is_that_of_pytorch():
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     left_out = torch.ones(5, 5).triu(1).bool()
-    for options in ({"atten_mask": left_out}, {"sparse_mode": 2}, {"sparse_mode": 3}, {"next_tockens": 0}):
-        torch.testing.assert_close(npu.npu_fusion_attention(q, k, v, 4, "BNSD", scale=8**-0.5, **options)[0], want)
+    for options in ({}, {"sparse_mode": 2}, {"sparse_mode": 3}, {"sparse_mode": 4, "next_tockens": 0}):
+        got = npu.npu_fusion_attention(q, k, v, 4, "BNSD", atten_mask=left_out, scale=8**-0.5, **options)[0]
+        torch.testing.assert_close(got, want)
+    everything = npu.npu_fusion_attention(q, k, v, 4, "BNSD", scale=8**-0.5, sparse_mode=3)[0]  # without a mask
+    torch.testing.assert_close(everything, F.scaled_dot_product_attention(q, k, v))
 
 
 @pytest.mark.ranks(4)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from operator import gt
 from typing import Any
 
 from hyper_parallel.call import Call
@@ -12,13 +10,12 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import R, S
-from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention, end_of_keys
+from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention
 
+from .attention_band import Band, row_dim
 from .reference import npu_fusion_attention
 
 __all__ = ["FusionAttention"]
-
-_LOWER_RIGHT = 3  # sparse_mode in which the last query sees the last key, and nobody sees further than its place
 
 
 class FusionAttention(KernelAttention):
@@ -29,13 +26,17 @@ class FusionAttention(KernelAttention):
 
     summary = OpSummary(
         "samples with their masks, heads (grouped ones too; key and value heads alike, or whole), queries with their "
-        "rows of the masks, queries and packed tokens that see all keys or those up to their own place (sparse_mode 3)",
+        "rows of the masks (sparse_mode 0 and 1) or the keys up to the last that they see (2 to 4), tokens of packed "
+        "sequences that see all keys or none behind their own place",
         communicates=(
             "keys sharded like the queries: an all-gather of keys and one of values | 2 reduce-scatters; else none"
         ),
-        whole="features; keys of whole queries; queries of other causal modes and bands, which the kernel counts from "
-        "the first or last of all; samples with sequence lengths; everything with dropout, which the kernel draws on "
-        "its own",
+        whole="features; keys of whole queries; queries where some see no key under sparse_mode 3 or 4 (they get the "
+        "mean of all values), with a compressed pse (which has the last rows only), with prefixes or padding_mask; "
+        "packed tokens with pse or with a mask of sparse_mode 0 or 1 (whose rows are counted in each sequence), under "
+        "sparse_mode 2 with not as many keys as queries, or under a band that looks ahead (sequences that are cut and "
+        "others would need different bands); samples with sequence lengths or prefixes; everything with dropout, which "
+        "the kernel draws on its own",
     )
 
     signature = (
@@ -58,7 +59,7 @@ class FusionAttention(KernelAttention):
             "query",
             ("key", "value"),
             batch=None if whole_batch else letters.index("B"),
-            rows=_row_dim(letters) if self._may_be_cut(call) else None,
+            rows=row_dim(letters) if self._may_be_cut(call) else None,
             heads=heads,
             counts=(count, key[heads] * count // query[heads] if fused else key[heads]),
             fused=fused,
@@ -66,18 +67,18 @@ class FusionAttention(KernelAttention):
 
     @staticmethod
     def _may_be_cut(call: Call) -> bool:
-        """Whether a part of the queries can do with its rows of the masks, or with the keys up to some place."""
-        letters, mode = call.arg("input_layout"), call.arg("sparse_mode", 0)
-        packed, masks = "T" in letters, [call.arg(name) is not None for name in ("pse", "atten_mask")]
-        lengths = [call.arg(name) is not None for name in ("actual_seq_qlen", "actual_seq_kvlen")]
-        if any(call.arg(name) is not None for name in ("prefix", "padding_mask")) or any(lengths) != packed:
+        """Whether a part of the queries can do with its rows of the masks, or with a band of its own."""
+        letters, lengths = call.arg("input_layout"), [call.arg(f"actual_seq_{name}len") for name in ("q", "kv")]
+        packed, band = "T" in letters, Band.of(call)
+        if any(call.arg(name) is not None for name in ("prefix", "padding_mask")):
             return False
-        counts = [call.spec(name).shape[_row_dim(letters)] for name in ("query", "key")]
-        if mode == _LOWER_RIGHT:  # the mask that the kernel wants then is the same for all
-            return not masks[0] and not _some_see_nothing(call, counts)
-        longest = max(counts)
-        bands = [call.arg(name, longest) for name in ("pre_tockens", "next_tockens")]
-        return (mode == 1 or (mode == 0 and min(bands) >= longest)) and not (packed and any(masks))
+        if any((given is not None) != packed for given in lengths):
+            return False
+        bias = None if call.index("pse") is None else call.spec("pse").shape[-2]
+        if packed:
+            return bias is None and band.fits_sequences(masked=call.arg("atten_mask") is not None)
+        # A compressed pse has the last rows of all.
+        return bias in (None, 1, *band.queries) and band.fits_samples()
 
     def beside(self, call: Call, part: str) -> dict[str, Placement]:
         """Masks ``[batch, heads, queries, keys]`` follow where they are not broadcast; those of queries and keys alone
@@ -85,9 +86,10 @@ class FusionAttention(KernelAttention):
         found = {name: call.index(name) for name in ("pse", "atten_mask")}
         shapes = {name: call.inputs[i].shape for name, i in found.items() if i is not None}
         if part == "rows":
-            queries = call.spec("query").shape[_row_dim(call.arg("input_layout"))]
-            own = call.arg("sparse_mode", 0) != _LOWER_RIGHT
-            return {name: S(len(shape) - 2) for name, shape in shapes.items() if own and shape[-2] == queries != 1}
+            queries = call.spec("query").shape[row_dim(call.arg("input_layout"))]
+            if Band.of(call).by_place:
+                shapes.pop("atten_mask", None)  # the mask that the kernel wants then is the same for all
+            return {name: S(len(shape) - 2) for name, shape in shapes.items() if shape[-2] == queries != 1}
         d = ("batch", "heads").index(part)
         masks: dict[str, Placement] = {n: S(d) for n, shape in shapes.items() if len(shape) == 4 and shape[d] != 1}
         return masks | ({"sink": S(0)} if part == "heads" and call.index("sink") is not None else {})
@@ -97,25 +99,21 @@ class FusionAttention(KernelAttention):
 
     def outputs(self, call: Call, part: str) -> Sequence[Placement]:
         letters = call.arg("input_layout")
-        letter = {"batch": "B", "rows": letters[_row_dim(letters)], "heads": "N" if "N" in letters else "H"}[part]
+        letter = {"batch": "B", "rows": letters[row_dim(letters)], "heads": "N" if "N" in letters else "H"}[part]
         statistics = ("rows", "heads") if "T" in letters else ("batch", "heads", "rows")
         of_them = S(statistics.index(part))
         return [S(letters.index(letter)), of_them, of_them, R]
 
     def localised(self, call: Call) -> Callable[[Arguments, int, int], None]:
-        letters, looks_back = call.arg("input_layout"), call.arg("sparse_mode", 0) == _LOWER_RIGHT
-        d = _row_dim(letters)
-        ahead = call.spec("key").shape[d] - call.spec("query").shape[d]  # the last query sees the last key
+        letters, band = call.arg("input_layout"), Band.of(call)
+        d = row_dim(letters)
 
         def cut(given: Arguments, start: int, stop: int) -> None:
-            end = stop + ahead
-            if "T" in letters:  # sequences outside of these tokens become empty
-                rows, columns = given["actual_seq_qlen"], given["actual_seq_kvlen"]
-                end = end_of_keys([0, *rows], [0, *columns], stop)
-                given["actual_seq_qlen"] = [min(max(n, start), stop) - start for n in rows]
-                given["actual_seq_kvlen"] = [min(n, end) for n in columns] if looks_back else columns
-            for name in ("key", "value") if looks_back else ():
-                given[name] = given[name].narrow(d, 0, max(end, 0))
+            end = (band.cut_sequences if "T" in letters else band.cut_samples)(given, start, stop)
+            for name in ("key", "value") if band.by_place else ():
+                given[name] = given[name].narrow(d, 0, end)
+            if band.by_place and given.get("pse") is not None:
+                given["pse"] = given["pse"][..., :end]
 
         return cut
 
@@ -130,15 +128,3 @@ class FusionAttention(KernelAttention):
 
     def nothing(self, call: Call, given: Arguments) -> Any:
         return npu_fusion_attention(**given)  # the definition
-
-
-def _some_see_nothing(call: Call, counts: Sequence[int]) -> bool:
-    """Whether a sequence has more queries than keys: the first of them get the mean of all its values."""
-    ends = [call.arg(name) or [n] for name, n in zip(("actual_seq_qlen", "actual_seq_kvlen"), counts, strict=True)]
-    queries, keys = ([b - a for a, b in pairwise([0, *n])] for n in ends)
-    return any(map(gt, queries, keys))
-
-
-def _row_dim(letters: str) -> int:
-    """The dim of the queries, or of the tokens of all sequences."""
-    return letters.index("T" if "T" in letters else "S")

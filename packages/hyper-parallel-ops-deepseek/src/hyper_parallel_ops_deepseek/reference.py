@@ -245,7 +245,9 @@ def npu_fusion_attention(
         head_num: number of query heads.
         input_layout: dims of query, key and value: B batch, S tokens, N heads, D features, H heads times features, T
             the tokens of all sequences, whose ends are ``actual_seq_qlen`` and ``actual_seq_kvlen``.
-        atten_mask: True (or 1) where a key is left out, the opposite of PyTorch's boolean mask.
+        atten_mask: True (or 1) where a key is left out, the opposite of PyTorch's boolean mask. Without one every key
+            is seen, whatever ``sparse_mode`` and the band say; modes 2 to 4 want the kernel's pattern of 2048 by 2048,
+            of which nothing is read here.
         sparse_mode: 0 (``atten_mask`` as it is, and the band of ``pre_tockens`` and ``next_tockens``), 1 (as it is), 2
             (causal from the upper left), 3 (causal to the lower right), 4 (that band, from the lower right).
         keep_prob: one minus the probability of dropout.
@@ -331,9 +333,9 @@ def _attention(
     scores = (scores if scores.dtype is torch.float64 else scores.float()) * scale
     if pse is not None:
         scores = scores + pse * scale
-    left_out = _left_out(q.shape[-2], k.shape[-2], mask, band, mode, q.device)
-    if left_out is not None:
-        scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
+    if mask is not None:
+        unseen = left_out(q.shape[-2], k.shape[-2], mask, band, mode, q.device)
+        scores = scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
     # A sequence may be empty.
     largest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     if sink is not None:  # a logit per head that takes its part of the softmax and gives no value
@@ -349,9 +351,9 @@ def _attention(
     return (weights.to(v.dtype) @ v, *statistics)  # type: ignore[return-value]
 
 
-def _left_out(
-    rows: int, columns: int, mask: torch.Tensor | None, band: tuple[int, int], mode: int, device: torch.device
-) -> torch.Tensor | None:
+def left_out(
+    rows: int, columns: int, mask: torch.Tensor, band: tuple[int, int], mode: int, device: torch.device
+) -> torch.Tensor:
     """Which keys each query does not see."""
     i = torch.arange(rows, device=device).unsqueeze(1)
     j = torch.arange(columns, device=device)
@@ -360,11 +362,8 @@ def _left_out(
     if mode in (2, 3):
         return j > i
     before, after = band
-    out = None if mask is None or mode == 4 else mask.bool()
-    if mode == 4 or (mode == 0 and (before < max(rows, columns) or after < max(rows, columns))):
-        outside = (j < i - before) | (j > i + after)
-        out = outside if out is None else out | outside
-    return out
+    outside = (j < i - before) | (j > i + after)
+    return outside if mode == 4 else mask.bool() if mode == 1 else mask.bool() | outside
 
 
 # -- optimizer ----------------------------------------------------------------------------------------------------
