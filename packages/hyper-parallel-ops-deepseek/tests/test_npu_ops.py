@@ -56,7 +56,7 @@ class TestRotaryMul(Quick):
 
 class TestSwiGLU(Quick):
     op = npu.npu_swiglu
-    max_collectives: ClassVar = {"all_reduce": 1, "reduce_scatter": 1}
+    max_collectives = at_most(all_to_all=1)
     samples = (sample(tensor(5, 6)), sample(tensor(6, 5), dim=0), sample(tensor(2, 1, 10), dim=-1))
 
 
@@ -446,6 +446,24 @@ def test_rotated_elements_travel_only_where_their_partners_are_elsewhere(mode, s
     torch.testing.assert_close(out.full_tensor(), want)
     torch.testing.assert_close(x.grad.full_tensor(), plain[0].grad)
     torch.testing.assert_close(cosines.grad.full_tensor(), plain[1].grad)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("placement", "exchanges"), [(PackedShard(1, (6, 6)), 0), (Shard(1), 1)], ids=str)
+def test_halves_travel_only_where_the_other_is_elsewhere(placement, exchanges):
+    torch.manual_seed(0)
+    plain = torch.randn(3, 12).requires_grad_()
+    want = npu.npu_swiglu(plain)
+    want.square().sum().backward()
+    x = spread(plain.detach(), placement).requires_grad_()
+    with CommTrace() as trace:
+        out = npu.npu_swiglu(self=x)
+        assert trace.counts == ({"all_to_all": exchanges} if exchanges else {})
+        out.square().sum().backward()
+    assert trace.counts.get("all_to_all", 0) == 2 * exchanges
+    assert out.placements == (Shard(1),)
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
 @pytest.mark.ranks(4)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from hyper_parallel.boxes import dim_intervals
-from hyper_parallel.call import Call, normal_dim
+from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel.families.moving import Move, indices_of
+from hyper_parallel.families.moving import Move, indices_of, plain
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import PackedShard
+from hyper_parallel.plan import fit_rank
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .reference import rotated, with_rotated
@@ -68,12 +68,13 @@ class RotaryMul(StrategyOp):
 
 
 class SwiGLU(StrategyOp):
-    """``npu_swiglu(self, dim)``: every dim but ``dim``; that one where gate and up are sharded each on its own, as a
-    fused column-parallel projection gives them."""
+    """``npu_swiglu(self, dim)``: every dim. Along a sharded ``dim`` the elements travel whose other half another rank
+    holds; none where gate and up are sharded each on its own, as a fused column-parallel projection gives them."""
 
     summary = OpSummary(
-        "every dim; the halved one where it is `PackedShard` of its two halves",
-        whole="the halved dim where a rank's part of the gate is not that of the other half",
+        "every dim; the halved one comes out as a plain shard",
+        communicates="sharded halved dim: 1 all-to-all of the elements that change rank | the same; none where it is "
+        "`PackedShard` of its two halves",
     )
 
     signature = "self, dim=-1"
@@ -91,10 +92,27 @@ class SwiGLU(StrategyOp):
         return normal_dim(call.arg("dim", -1), len(call.inputs[0].shape))
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
-        spec, dim = call.inputs[0], self.halved(call)
-        for d in range(len(spec.shape)):
-            if d != dim:
+        shape, dim = call.inputs[0].shape, self.halved(call)
+        for d in range(len(shape)):
+            if d != dim or shape[d] % 2 == 0:
                 yield Strategy([S(d)], S(d))
-        halves = PackedShard(dim, (spec.shape[dim] // 2,) * 2)
-        if len(spec.layout.shard_order[dim]) == 1 and halves in spec.layout.placements:
-            yield Strategy([halves], S(dim))
+
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        target, output = solution.targets[0], solution.outputs[0]
+        dim = self.halved(call)
+        if output is None or not target.shard_order[dim]:
+            return solution
+        output = plain(fit_rank(output, target.ndim), [dim])
+        size = call.inputs[0].shape[dim]
+        gate_and_up = torch.arange(size).view(2, -1).T  # that make each element of the result
+        move, func, arguments = Move.between(target, size, dim, output, dim, gate_and_up), call.func, self.arguments
+
+        def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+            pairs = move(arguments.bind(args, kwargs)["self"], dim).unflatten(dim, (-1, 2))
+            return func(pairs.transpose(dim, dim + 1).flatten(dim, dim + 1), dim)
+
+        solution.outputs[0] = output
+        if move.communicates:
+            solution.local = local
+        return solution
