@@ -1,9 +1,13 @@
 """Products that contract dimensions, on all layouts."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel import Partial, Replicate, Shard, distribute_tensor, redistribute_policy
+from hyper_parallel.comm_trace import CommTrace
 from hyper_parallel.testing import OpConformance, at_most, sample, tensor
+from hyper_parallel.testing.checking import mesh_of
 
 
 class Products(OpConformance):
@@ -100,4 +104,29 @@ class TestEinsum(Products):
         sample("ij,jk", tensor(3, 4), tensor(4, 5)),
         sample("bii->bi", tensor(5, 3, 3)),
         sample("ii,ij->j", tensor(4, 4), tensor(4, 6)),
+        sample("ii->", tensor(5, 5)),
+        sample("iji,jkj->ik", tensor(3, 5, 3), tensor(5, 2, 5)),
+        sample("iii->i", tensor(6, 6, 6)),
     )
+
+
+@pytest.mark.ranks(4)
+def test_a_diagonal_of_which_either_dim_or_both_are_sharded():
+    torch.manual_seed(0)
+    value, weights = torch.randn(5, 5), torch.randn(5)
+    mesh = mesh_of((2, 2))
+    for placements, given in (
+        ([Shard(0), Replicate()], (Shard(0), Replicate())),
+        ([Replicate(), Shard(1)], (Replicate(), Shard(0))),
+        ([Shard(1), Shard(1)], (Shard(0), Shard(0))),
+        ([Shard(1), Shard(0)], (Partial(), Shard(0))),
+    ):
+        x = distribute_tensor(value, mesh, placements).requires_grad_()
+        seed = distribute_tensor(weights, mesh, [Replicate()] * 2)
+        with redistribute_policy("strict"), CommTrace() as trace:
+            out = torch.einsum("ii->i", x)
+        assert not trace.counts
+        assert out.placements == given
+        assert torch.equal(out.full_tensor(), value.diagonal())
+        out.backward(seed)
+        assert torch.equal(x.grad.full_tensor(), weights.diag())

@@ -6,16 +6,20 @@ summed away leaves a pending sum; and the product is linear in each operand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Ref
+from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.families.moving import indices_of
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
+from hyper_parallel.structures import map_tensors
 
 
 def contraction_strategies(
@@ -23,30 +27,31 @@ def contraction_strategies(
     operands: Sequence[str],
     output: str,
     addend: tuple[Sequence[int], str] | None = None,
+    dims: Sequence[Mapping[str, int]] | None = None,
 ) -> Iterable[Strategy]:
     """Strategies of ``operands -> output`` (labels per dim), with an optional tensor that is added to the product.
 
     The addend, when given, is the first input. A broadcast dim (size 1 where the label is larger) stays Replicate.
+
+    Args:
+        dims: per operand, the dim that is sharded for a label; by default the first that has it.
     """
     sizes: dict[str, int] = {}
     for shape, labels in zip(shapes, operands, strict=True):
         for label, size in zip(labels, shape, strict=True):
             sizes[label] = max(sizes.get(label, 0), size) if size != 1 else sizes.get(label, 1)
 
-    repeated = {label for labels in operands for label in labels if labels.count(label) > 1}  # diagonals
+    def on(shape: Sequence[int], places: Mapping[str, int], label: str) -> Any:
+        d = places.get(label)
+        return S(d) if d is not None and shape[d] == sizes[label] else R
 
-    def on(shape: Sequence[int], labels: str, label: str) -> Any:
-        d = labels.find(label)
-        return S(d) if d >= 0 and shape[d] == sizes[label] else R
-
+    dims = dims or [{label: labels.index(label) for label in labels} for labels in operands]
     for label in dict.fromkeys("".join(operands)):
-        if label in repeated:
-            continue  # no shard of one of its dims holds the diagonal: they are whole
-        inputs = [on(shape, labels, label) for shape, labels in zip(shapes, operands, strict=True)]
+        inputs = [on(shape, places, label) for shape, places in zip(shapes, dims, strict=True)]
         if all(p == R for p in inputs):
             continue
         if label in output:
-            added = [on(*addend, label)] if addend else []
+            added = [on(addend[0], {of: d for d, of in enumerate(addend[1])}, label)] if addend else []
             yield Strategy([*added, *inputs], S(output.index(label)))
         else:
             yield Strategy([*([P] if addend else []), *inputs], P)
@@ -200,18 +205,70 @@ class Linear(StrategyOp):
 
 
 class Einsum(StrategyOp):
-    """``torch.einsum`` with an equation; ``...`` stands for leading batch dims. A dim whose label occurs twice in one
-    operand (a diagonal) is whole."""
+    """``torch.einsum`` with an equation; ``...`` stands for leading batch dims.
+
+    Of a label that occurs twice in one operand, a diagonal, one dim counts: of the other each rank takes the part that
+    meets its own. Where another mesh axis shards that other dim, what a rank does not hold counts as 0: a pending sum.
+    """
 
     summary = OpSummary(
-        "every label; a summed one leaves a pending sum",
+        "every label, diagonals too (a label twice in one operand); a summed one leaves a pending sum, and so does a "
+        "diagonal of which both dims are sharded",
         pending="passes through one factor",
-        whole="a diagonal (a label twice in one operand): no shard of either dim holds it",
     )
 
-    def strategies(self, call: Call) -> Iterable[Strategy]:
+    @staticmethod
+    def _operands(call: Call) -> tuple[list[str], str, list[dict[str, int]]]:
+        """Labels of operands and output, and per operand the dim that is sharded for a label."""
         operands, output = einsum_labels(call.args[0], [len(s.shape) for s in call.inputs])
-        return contraction_strategies([s.shape for s in call.inputs], operands, output)
+        dims: list[dict[str, int]] = []
+        for labels, spec in zip(operands, call.inputs, strict=True):
+            order = spec.layout.shard_order
+            # The first that is sharded, or else the first, is put in last.
+            dims.append({labels[d]: d for d in sorted(range(len(labels)), key=lambda d: (bool(order[d]), -d))})
+        return operands, output, dims
+
+    def strategies(self, call: Call) -> Iterable[Strategy]:
+        operands, output, dims = self._operands(call)
+        yield from contraction_strategies([s.shape for s in call.inputs], operands, output, dims=dims)
+        for i, labels in enumerate(operands):
+            for d, label in enumerate(labels):
+                if d != dims[i][label] and call.inputs[i].layout.shard_order[d]:
+                    yield Strategy([S(d) if j == i else R for j in range(len(operands))], P)
+
+    def local_function(
+        self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
+    ) -> Callable[..., Any] | None:
+        operands, _, dims = self._operands(call)
+        cuts: dict[int, list[tuple[HeldIndices, torch.Tensor]]] = {}
+        for i, (labels, target) in enumerate(zip(operands, targets, strict=True)):
+            shape, here = tuple(call.inputs[i].shape), target.info.my_coordinate()
+            for d, label in enumerate(labels):
+                along = dims[i][label]
+                if d != along and (target.shard_order[d] or target.shard_order[along]):
+                    mine = indices_of(dim_intervals(target, shape, along, here))
+                    cuts.setdefault(i, []).append((HeldIndices(target, shape, d), mine))
+        if not cuts:
+            return None
+        func = call.func
+
+        def local(equation: str, *tensors: Any) -> torch.Tensor:
+            numbers = iter(range(len(operands)))
+
+            def cut(x: torch.Tensor) -> torch.Tensor:
+                for held, mine in cuts.get(next(numbers), ()):
+                    x = _part_of_dim(x, held, mine.to(x.device))
+                return x
+
+            return func(equation, *map_tensors(tensors, cut))
+
+        return local
+
+
+def _part_of_dim(x: torch.Tensor, held: HeldIndices, indices: torch.Tensor) -> torch.Tensor:
+    """The elements of these global indices along a dim, with zeros in the place of what other ranks hold."""
+    found, here = held.read(x, indices, lambda piece, at: piece.index_select(held.dim, at))
+    return found.masked_fill(~here.view([-1 if d == held.dim else 1 for d in range(x.ndim)]), 0)
 
 
 def einsum_labels(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
