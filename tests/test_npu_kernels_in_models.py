@@ -86,7 +86,8 @@ def experts(self, hidden_states, top_k_index, top_k_weights):
 
 
 def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    out = npu.npu_fusion_attention(query, key, value, query.shape[1], "BNSD", scale=scaling, sparse_mode=2)[0]
+    causal = {"sparse_mode": 2, "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1)}
+    out = npu.npu_fusion_attention(query, key, value, query.shape[1], "BNSD", scale=scaling, **causal)[0]
     return out.transpose(1, 2), None
 
 
