@@ -1,5 +1,7 @@
 """Pooling, resizing, matrices and Fourier transforms against plain torch, on all layouts."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,13 +57,68 @@ class TestInterpolate(Few):
     )
 
 
-def unpooled(x):
-    return F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2)
+def elsewhere(*shape, places):
+    """Indices into planes of so many places, each plane's in an order of its own."""
+    order = torch.rand(*shape[:2], places, generator=torch.Generator().manual_seed(1)).argsort(-1)
+    return order[..., : math.prod(shape[2:])].reshape(shape)
 
 
 class TestMaxUnpool(Few):
-    op = unpooled
-    samples = (sample(tensor(3, 2, 6)),)
+    op = F.max_unpool2d
+    samples = (
+        sample(tensor(2, 3, 5, 2), elsewhere(2, 3, 5, 2, places=40), 2),
+        sample(tensor(3, 1, 3), elsewhere(3, 1, 3, places=14), (3, 1), (2, 3), output_size=(2, 7)),
+    )
+    max_collectives = at_most(all_gather=1, all_to_all=2)
+
+
+class TestMaxUnpool1d(Few):
+    op = F.max_unpool1d
+    samples = (sample(tensor(3, 2, 6), elsewhere(3, 2, 6, places=12), 2),)
+    max_collectives = at_most(all_gather=1, all_to_all=2)
+
+
+def pooled_and_back(x):
+    return F.max_unpool2d(*F.max_pool2d(x, 3, 2, return_indices=True), 3, 2)
+
+
+class TestMaxUnpoolOfRepeatedIndices(Few):
+    op = pooled_and_back
+    samples = (sample(tensor(2, 2, 7, 9)),)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("mesh", "placements", "moves", "forward", "backward"),
+    [
+        ((4,), [Shard(0)], True, {}, {}),
+        ((4,), [Shard(2)], False, {"all_gather": 1}, {}),
+        ((2, 2), [Shard(3), Shard(2)], False, {"all_gather": 1}, {}),
+        ((4,), [Shard(2)], True, {"all_gather": 1, "all_to_all": 2}, {"all_to_all": 1}),
+        ((2, 2), [Shard(3), Shard(2)], True, {"all_gather": 1, "all_to_all": 2}, {"all_to_all": 1}),
+    ],
+)
+def test_only_elements_with_a_place_on_another_rank_travel(mesh, placements, moves, forward, backward):
+    torch.manual_seed(0)
+    values, places = F.max_pool2d(torch.randn(4, 3, 8, 8), 2, return_indices=True)
+    places = 63 - places if moves else places
+    x, at = (distribute_tensor(t, mesh_of(mesh), placements) for t in (values, places))
+    x.requires_grad_()
+    with CommTrace() as trace:
+        out = F.max_unpool2d(x, at, 2)
+        out.backward(torch.ones_like(out))
+    assert (trace.phase("forward"), trace.phase("backward")) == (forward, backward)
+    assert list(out.placements) == placements
+    torch.testing.assert_close(out.full_tensor(), F.max_unpool2d(values, places, 2))
+    assert x.grad.full_tensor().eq(1).all()
+
+
+@pytest.mark.ranks(4)
+def test_an_index_in_no_plane_is_an_error_on_every_rank():
+    x = distribute_tensor(torch.randn(2, 8), mesh_of((4,)), [Shard(1)])
+    places = distribute_tensor(torch.arange(16).view(2, 8) + 1, mesh_of((4,)), [Shard(1)])
+    with pytest.raises(RuntimeError, match="Found an invalid max index: 1 of them"):
+        F.max_unpool1d(x, places, 2)
 
 
 class TestLpPool(Few):

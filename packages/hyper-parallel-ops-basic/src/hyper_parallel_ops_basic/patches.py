@@ -14,6 +14,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import PackedShard, Shard
 
 from .halo import Window
+from .planes import held_places
 
 __all__ = ["Patches", "in_every_row"]
 
@@ -50,8 +51,7 @@ class Patches:
         group = layout.info.group(tuple(sorted(a for axes in layout.shard_order[-2:] for a in axes)))
         held, blocks = [], []
         for c in group.coordinates:
-            rows, across = (indices_of(dim_intervals(layout, shape, self.first + i, c)) for i in range(2))
-            held.append(self._numbers(rows, across).flatten())
+            held.append(held_places(layout, shape, self.first, c))
             blocks.append(self._block(indices_of(dim_intervals(self.output, result, len(result) - 1, c))))
         self.move = Move(group, held, [positions.flatten() for positions, _ in blocks])
         positions, self.places = blocks[group.rank]
@@ -73,13 +73,10 @@ class Patches:
         down, along = columns // self.counts[1], columns % self.counts[1]
         spans = [(int(n.min()), int(n.max()) + 1) for n in (down, along)]
         read = [w.under(*span, size) for w, span, size in zip(self.windows, spans, self.sizes, strict=True)]
+        rows, across = read[0].unsqueeze(1), read[1]
+        positions = torch.where((rows >= 0) & (across >= 0), rows * self.sizes[1] + across, NOTHING)
         (top, _), (left, right) = spans
-        return self._numbers(*read), (down - top) * (right - left) + along - left
-
-    def _numbers(self, rows: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
-        """The numbers of positions of the image, counted row by row; ``NOTHING`` in the padding."""
-        rows = rows.unsqueeze(1)
-        return torch.where((rows >= 0) & (across >= 0), rows * self.sizes[1] + across, NOTHING)
+        return positions, (down - top) * (right - left) + along - left
 
     def fetch(self, x: torch.Tensor) -> torch.Tensor:
         """The block, padding included, from this rank's piece of the image; one all-to-all where that is not enough."""

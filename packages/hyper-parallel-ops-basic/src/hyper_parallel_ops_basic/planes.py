@@ -1,0 +1,26 @@
+"""The last dims of a tensor as planes, whose places have numbers: counted row by row."""
+
+from __future__ import annotations
+
+import torch
+
+from hyper_parallel.boxes import dim_intervals
+from hyper_parallel.families.moving import indices_of
+from hyper_parallel.layout import Layout
+
+__all__ = ["held_places"]
+
+
+def held_places(layout: Layout, shape: tuple[int, ...], first: int, coordinate: tuple[int, ...]) -> torch.Tensor:
+    """The places that a rank holds of every plane.
+
+    Args:
+        layout, shape: of the tensor.
+        first: dim of the planes; all from there on are.
+        coordinate: the rank's.
+    """
+    places = torch.zeros(1, dtype=torch.int64)
+    for d in range(first, len(shape)):
+        along = indices_of(dim_intervals(layout, shape, d, coordinate))
+        places = (places.unsqueeze(1) * shape[d] + along).flatten()
+    return places
