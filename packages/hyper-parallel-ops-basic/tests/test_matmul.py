@@ -1,5 +1,7 @@
 """Products that contract dimensions, on all layouts."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from hyper_parallel import Partial, Replicate, Shard, distribute_tensor, redistr
 from hyper_parallel.comm_trace import CommTrace
 from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
+
+WHOLE = partial(tensor, dtype=torch.int64)
 
 
 class Products(OpConformance):
@@ -63,7 +67,11 @@ class TestAddmm(Products):
 class TestAddmmWithBroadcast(Products):
     op = torch.addmm
     max_collectives = at_most()
-    samples = (sample(tensor(3), tensor(5, 6), tensor(6, 3)), sample(tensor(5, 1), tensor(5, 6), tensor(6, 3)))
+    samples = (
+        sample(tensor(3), tensor(5, 6), tensor(6, 3)),
+        sample(tensor(5, 1), tensor(5, 6), tensor(6, 3)),
+        sample(WHOLE(3), WHOLE(5, 6), WHOLE(6, 3), alpha=0.5, beta=1.5).options(name="whole numbers"),
+    )
 
 
 class TestBaddbmm(Products):
@@ -78,6 +86,7 @@ class TestAddbmm(Products):
     samples = (
         sample(tensor(2, 4), tensor(3, 2, 5), tensor(3, 5, 4)),
         sample(batch2=tensor(3, 5, 4), batch1=tensor(3, 2, 5), input=tensor(2, 4)),
+        sample(WHOLE(2, 4), WHOLE(3, 2, 5), WHOLE(3, 5, 4), alpha=2.5, beta=-1.5).options(name="whole numbers"),
     )
 
 
@@ -88,6 +97,7 @@ class TestAddmv(Products):
         sample(tensor(5), tensor(5, 6), tensor(6)),
         sample(tensor(1), tensor(3, 6), tensor(6)),
         sample(tensor(), tensor(3, 6), tensor(6)),
+        sample(WHOLE(1), WHOLE(3, 6), WHOLE(6), beta=2.5).options(name="whole numbers"),
         sample(tensor(1), mat=tensor(3, 6), vec=tensor(6)),
         sample(vec=tensor(6), input=tensor(1), mat=tensor(3, 6)),
     )

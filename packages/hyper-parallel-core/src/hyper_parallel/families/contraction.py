@@ -159,18 +159,32 @@ class AddMatMul(StrategyOp):
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
-        added, matrix, _ = (call.inputs[place].shape for place in _places(call))
-        if self.op_name != "addmv" or added == matrix[:1]:
-            return None
+        added, matrix, _ = (call.inputs[place] for place in _places(call))
         func = call.func
+        if self.op_name == "addmv" and added.shape != matrix.shape[:1]:
+            func = _adding_one_to_each_row(func)
+        if not (added.dtype.is_floating_point or added.dtype.is_complex):
+            func = _with_whole_factors(func)
+        return None if func is call.func else func
 
-        def add_one_to_each_row(
-            input: torch.Tensor, mat: torch.Tensor, vec: torch.Tensor, **factors: Any
-        ) -> torch.Tensor:
-            # For no rows at all addmv gives back the one element.
-            return func(input.expand(len(mat)), mat, vec, **factors)
 
-        return add_one_to_each_row
+def _adding_one_to_each_row(func: Callable[..., Any]) -> Callable[..., Any]:
+    """For no rows at all addmv gives back the one element."""
+
+    def local(input: torch.Tensor, mat: torch.Tensor, vec: torch.Tensor, **factors: Any) -> torch.Tensor:
+        return func(input.expand(len(mat)), mat, vec, **factors)
+
+    return local
+
+
+def _with_whole_factors(func: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch cuts off factors of whole numbers, unless there is nothing to sum, as on a rank with an empty piece: then
+    it raises."""
+
+    def local(*tensors: torch.Tensor, **others: Any) -> torch.Tensor:
+        return func(*tensors, **{name: int(v) if isinstance(v, float) else v for name, v in others.items()})
+
+    return local
 
 
 class Linear(StrategyOp):
