@@ -55,6 +55,7 @@ class TestDense(OnAll):
         sample(*qkv(2, 8, 2, 5, 5), causal=True).options(name="grouped_heads"),
         sample(*qkv(1, 6, 2, 5, 5), window_size=(1, 0)).options(name="sliding_window"),
         sample(*qkv(1, 4, 2, 5, 5), window_size=(1, 1)).options(name="window_ahead"),
+        sample(*qkv(1, 4, 4, 7, 5), window_size=(2, -1)).options(name="window_without_end"),
         sample(*qkv(2, 4, 4, 5, 5), alibi_slopes=tensor(4, grad=False), causal=True).options(name="slopes"),
         sample(*qkv(3, 4, 4, 5, 5), alibi_slopes=tensor(3, 4, grad=False)).options(name="slopes_of_samples"),
         sample(*qkv(3, 4, 2, 4, 4), causal=True, return_attn_probs=True).options(name="statistics"),
@@ -264,9 +265,29 @@ def test_a_pending_query_is_reduced():
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("dim", "options"), [(2, {"dropout_p": 0.5}), (1, {"window_size": (1, 1)}), (3, {})], ids=["drop", "ahead", "E"]
+    ("dim", "options"),
+    [(2, {"dropout_p": 0.5}), (1, {"window_size": (1, 1), "alibi_slopes": torch.ones(4)}), (3, {})],
+    ids=["drop", "slopes", "E"],
 )
 def test_what_a_kernel_cannot_do_in_pieces_is_refused(dim, options):
     q = spread(torch.randn(2, 4, 4, 8), Shard(dim))
-    with pytest.raises(ValueError, match=r"FlashAttnFunc.apply: no strategy takes"):
+    with implicit_replication(), pytest.raises(ValueError, match=r"FlashAttnFunc.apply: no strategy takes"):
         flash_attn.flash_attn_func(q, q, q, **options)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("window", [(1, 1), (0, 2), (2, -1), (-1, 3)], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (5, 9), (9, 5)])
+def test_queries_stay_sharded_under_any_window(window, queries, keys):
+    torch.manual_seed(0)
+    plain = [torch.randn(1, n, 4, 2).requires_grad_() for n in (queries, keys, keys)]
+    want = flash_attn.flash_attn_func(*plain, window_size=window)
+    want.square().sum().backward()
+    args = [spread(x.detach(), p).requires_grad_() for x, p in zip(plain, (Shard(1), *[Replicate()] * 2), strict=True)]
+    out, forward = counted(lambda: flash_attn.flash_attn_func(*args, window_size=window))
+    assert forward == {}
+    assert out.placements == (Shard(1),)
+    out.square().sum().backward()
+    torch.testing.assert_close(out.full_tensor(), want)
+    for have, expected in zip(args, plain, strict=True):
+        torch.testing.assert_close(have.grad.full_tensor(), expected.grad)

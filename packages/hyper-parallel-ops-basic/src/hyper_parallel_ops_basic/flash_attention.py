@@ -42,8 +42,10 @@ class FlashAttention(KernelAttention):
             "keys sharded like the queries: an all-gather of keys and one of values | 2 reduce-scatters; sharded "
             "starts of sequences: an all-gather; else none"
         ),
-        whole="features; keys of whole queries; queries in one tensor with their keys, or under a window that looks "
-        "ahead; everything with dropout, which the kernel draws on its own, with paged keys or scales of float8",
+        whole="features; keys of whole queries; queries in one tensor with their keys, or in chunks; tokens of packed "
+        "sequences under a window that looks ahead (sequences that are cut and others would need different windows), "
+        "and queries with slopes that see keys behind their own place (which the kernel counts from the last key); "
+        "everything with dropout, which the kernel draws on its own, with paged keys or scales of float8",
     )
 
     signature = (
@@ -83,12 +85,13 @@ class FlashAttention(KernelAttention):
             counts=(heads, call.spec(self.keys[0]).shape[-2] if self.keys else heads),
         )
 
-    @staticmethod
-    def _may_be_cut(call: Call) -> bool:
-        """Whether a part of the queries can do with the keys up to some place, or needs no places at all."""
+    def _may_be_cut(self, call: Call) -> bool:
+        """Whether a part of the queries can do with the keys up to some place and a window of its own."""
         if call.arg("attention_chunk"):
             return False
-        return _looks_back(call) or (max(_window(call)) < 0 and call.index("alibi_slopes") is None)
+        if _window(call)[1] == 0:
+            return True
+        return call.index("alibi_slopes") is None and (not self.lengths or max(_window(call)) < 0)
 
     def beside(self, call: Call, part: str) -> dict[str, Placement]:
         index = call.index("alibi_slopes")
@@ -99,14 +102,20 @@ class FlashAttention(KernelAttention):
         return {"alibi_slopes": S(dims[part])} if part in dims else {}
 
     def localised(self, call: Call) -> Callable[[Arguments, int, int], None]:
-        looks_back = _looks_back(call)
+        before, behind = _window(call)
         if self.lengths:
-            return lambda given, start, stop: self._cut_sequences(given, start, stop, looks_back)
-        ahead = call.spec(self.keys[0]).shape[1] - call.spec(self.query).shape[1]  # the last query sees the last key
+            return lambda given, start, stop: self._cut_sequences(given, start, stop, looks_back=behind == 0)
+        keys = call.spec(self.keys[0]).shape[1]
+        ahead = keys - call.spec(self.query).shape[1]  # the last query sees the last key
 
         def cut_keys(given: Arguments, start: int, stop: int) -> None:
-            for name in self.keys if looks_back else ():
-                given[name] = given[name][:, : max(stop + ahead, 0)]
+            own = stop + ahead  # behind the place of the last query
+            end = keys if behind < 0 else min(max(own + behind, 0), keys)
+            for name in self.keys if end < keys else ():
+                given[name] = given[name][:, :end]
+            moved = end - own
+            if moved > 0 and "window_size" in given:  # the last query now lies beside a key further behind
+                given["window_size"] = (before + moved if before >= 0 else -1, behind - moved if behind >= 0 else -1)
 
         return cut_keys
 
@@ -212,11 +221,7 @@ def _drops(call: Call) -> bool:
     return call.arg("dropout_p", 0.0) > 0
 
 
-def _looks_back(call: Call) -> bool:
-    """Whether a query sees no key behind its own place."""
-    return bool(call.arg("causal") or call.arg("is_causal")) or _window(call)[1] == 0
-
-
-def _window(call: Call) -> Sequence[int]:
+def _window(call: Call) -> tuple[int, int]:
     """How many keys before and behind its own place a query sees; negative: all."""
-    return call.arg("window_size") or (-1, -1)
+    before, behind = call.arg("window_size") or (-1, -1)
+    return before, 0 if call.arg("causal") or call.arg("is_causal") else behind
