@@ -133,3 +133,17 @@ def test_casts_to_another_memory_order_copy_on_all_ranks(rows):
         torch.testing.assert_close(copy.full_tensor(), value)
         copy.zero_()
         torch.testing.assert_close(x.full_tensor(), value)
+
+
+@pytest.mark.ranks(2)
+def test_order_of_a_result_does_not_hang_on_the_stride_of_a_single_element():
+    """Of one column a rank, einsum chooses the order of its result by the stride from column to column, which is
+    arbitrary: so it may at any call, not only at the first."""
+    column, row = torch.arange(3.0), torch.arange(5.0)
+    y = DTensor.from_local(row.as_strided((1, 5), (1, 1)), mesh2(), [Shard(0)], shape=(2, 5), stride=(1, 2))
+    for step in (1, 3):
+        local = column.as_strided((3, 1), (1, step))
+        out = torch.einsum("ij,jk", DTensor.from_local(local, mesh2(), [Shard(1)], shape=(3, 2), stride=(1, 3)), y)
+        assert out.stride() == (5, 1)
+        assert out.to_local().is_contiguous()
+        torch.testing.assert_close(out.full_tensor(), 2 * column[:, None] * row)

@@ -5,19 +5,22 @@ The operators are functions of this module with rules of their own, so that no o
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from hyper_parallel import Partial, Replicate, Shard, Strategy
 from hyper_parallel.families.contraction import Linear
 from hyper_parallel.families.elementwise import Elementwise
 from hyper_parallel.families.views import Reshape
 from hyper_parallel.strategy import R, S
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, make, mesh_of, sample, tensor
 from hyper_parallel.testing.drawing import InputSpace, smallest
 from hyper_parallel.testing.function_operators import Rows, distributed
 from hyper_parallel.testing.inputs import Sample
@@ -202,3 +205,19 @@ def test_names_and_reproduction_in_pytest(tmp_path):
     assert "x0 = make(tensor(4, 6, dtype=torch.float64).draw(0), mesh, [Shard(0)], requires_grad=True)" in program
     assert "out = torch.softmax(x0, dim=0)" in program
     compile("\n".join(line.removeprefix("    ") for line in program.splitlines()), "program", "exec")
+
+
+# -- pending inputs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64], ids=str)
+def test_terms_of_whole_numbers_sum_to_them_in_any_order(dtype):
+    """Elements that are equal on one device stay so, and the first of the largest is the same one."""
+    value = torch.tensor([[1.0, 3.0, 3.0], [3.0, 0.0, 3.0], [2.0, 3.0, 1.0]]).to(dtype)
+    local = make(value, mesh_of((4,)), [Partial()]).to_local()
+    terms = [torch.empty_like(local) for _ in range(4)]
+    dist.all_gather(terms, local)
+    assert not torch.equal(terms[0], value)
+    for order in itertools.permutations(terms):
+        assert torch.equal(sum(order), value)

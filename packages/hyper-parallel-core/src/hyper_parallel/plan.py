@@ -75,6 +75,7 @@ class Plan:
         then: the plan after the changes, once it is known.
         pending: whether an input is a pending sum, of which there may be a form that was reduced before.
         ready: whether calls alike can be run as they are.
+        may_turn: whether calls alike may have results in another memory order each.
         is_view, copies: as in :class:`~hyper_parallel.call.Solution`.
     """
 
@@ -85,6 +86,7 @@ class Plan:
         "inplace",
         "is_new",
         "is_view",
+        "may_turn",
         "mesh",
         "pending",
         "places",
@@ -111,6 +113,7 @@ class Plan:
         self.is_new = True
         self.is_view = False
         self.ready = False
+        self.may_turn = False
         self.copies = False
 
 
@@ -182,6 +185,7 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
     plan.ready = not plan.pending
     plan.inplace = rule.inplace
     plan.is_view, plan.copies = solution.is_view or solution.copies, solution.copies
+    plan.may_turn = any(map(_is_one_of_several, call.inputs))
     if solution.shapes is not None and not _is_stride_of_meta(call, solution):
         # Dtype and stride are those of the first result.
         layouts = [fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
@@ -193,6 +197,12 @@ def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
         plan.spec = specs[0]
     plan.specs = specs
     return plan
+
+
+def _is_one_of_several(spec: Spec) -> bool:
+    """Whether this rank's piece has one element along a dim that is longer: the stride of such a dim is arbitrary, and
+    some kernels (``einsum``, convolution) choose the order of their result by it."""
+    return any(mine == 1 != whole for mine, whole in zip(spec.local_shape, spec.shape, strict=True))
 
 
 def _places(call: Call, indices: Sequence[int]) -> list[int | str] | None:
@@ -233,7 +243,7 @@ def finish(plan: Plan, out: Any) -> Any:
     if (plan.is_view and not plan.copies) or plan.inplace or not plan.specs:
         return out
     ordered = in_order_of(out, plan.specs)
-    if ordered is not out:  # the kernel chose another order for the piece than for the whole, and so it will again
+    if plan.may_turn or ordered is not out:  # what the kernel chose otherwise for the piece, it will again
         call, specs = plan.call, plan.specs
         plan.call = lambda *args, **kwargs: in_order_of(call(*args, **kwargs), specs)
     return ordered

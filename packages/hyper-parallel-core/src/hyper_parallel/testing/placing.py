@@ -103,7 +103,7 @@ def _term(value: torch.Tensor, layout: Layout, seed: int) -> torch.Tensor:
 def _terms(value: torch.Tensor, op: str, count: int, generator: torch.Generator) -> Any:
     shape = (count, *value.shape)
     if value.is_floating_point() or value.is_complex():
-        noise = torch.randn(shape, generator=generator, dtype=value.dtype)
+        noise = _sixteenths(torch.randn(shape, generator=generator, dtype=value.dtype))
     else:
         noise = torch.randint(-3, 4, shape, generator=generator).to(value.dtype)
     if op in ("sum", "avg"):
@@ -117,6 +117,13 @@ def _terms(value: torch.Tensor, op: str, count: int, generator: torch.Generator)
     owner = torch.randint(0, count, tuple(value.shape), generator=generator)
     away = noise.abs() if op == "min" else -noise.abs()
     return [torch.where(owner == i, value, value + away[i]) for i in range(count)]
+
+
+def _sixteenths(noise: torch.Tensor) -> torch.Tensor:
+    """The same, rounded: terms of whole numbers then sum to them exactly, in whatever order, and equals stay equal."""
+    parts = torch.view_as_real(noise) if noise.is_complex() else noise
+    parts.mul_(16).round_().div_(16)
+    return noise
 
 
 def _dim_order(value: torch.Tensor) -> list[int]:
