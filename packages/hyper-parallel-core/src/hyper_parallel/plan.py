@@ -244,8 +244,19 @@ def finish(plan: Plan, out: Any) -> Any:
         return out
     ordered = in_order_of(out, plan.specs)
     if plan.may_turn or ordered is not out:  # what the kernel chose otherwise for the piece, it will again
-        call, specs = plan.call, plan.specs
-        plan.call = lambda *args, **kwargs: in_order_of(call(*args, **kwargs), specs)
+        plan.call = _ordering(plan.call, plan.specs, ordered.stride() if single else None)
+    return ordered
+
+
+def _ordering(
+    call: Callable[..., Any], specs: Sequence[Spec | None], usual: Sequence[int] | None
+) -> Callable[..., Any]:
+    """A plan's call with the dims of its results in order. A single one has this stride, once it is in order."""
+
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        out = call(*args, **kwargs)
+        return out if usual is not None and out.stride() == usual else in_order_of(out, specs)
+
     return ordered
 
 
