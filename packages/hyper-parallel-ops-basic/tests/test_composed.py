@@ -216,6 +216,27 @@ class TestChannelShuffle(Few):
     samples = (sample(tensor(3, 8, 2, grad=False), 2),)
 
 
+def images_with_channels_last(x):
+    x = x.contiguous(memory_format=torch.channels_last)
+    return F.pixel_shuffle(x, 2), F.pixel_unshuffle(x, 2), torch.channel_shuffle(x.detach(), 2)
+
+
+class TestImagesWithChannelsLast(Few):
+    op = images_with_channels_last
+    samples = (sample(IMAGES),)
+
+
+def written_copies(x):
+    """Of a factor of one, or one group: x itself stays as it is."""
+    copies = (F.pixel_shuffle(x, 1), F.pixel_unshuffle(x, 1), torch.channel_shuffle(x.detach(), 1))
+    return [copy.mul_(2) for copy in copies]
+
+
+class TestWrittenCopies(Few):
+    op = written_copies
+    samples = (sample(tensor(2, 3, 4, 5)),)
+
+
 class TestGlu(Few):
     op = F.glu
     samples = (sample(MATRIX), sample(tensor(6, 3), 0))

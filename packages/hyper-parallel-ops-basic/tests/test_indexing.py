@@ -162,6 +162,17 @@ class TestIndexPut(Quick):
     )
 
 
+def put_into_repeated_rows(row, ids, values):
+    return row.expand(5, 6).index_put((ids,), values)
+
+
+class TestPutIntoRepeatedRows(Quick):
+    """The result is a copy, in which rows do not share their memory."""
+
+    op = put_into_repeated_rows
+    samples = (sample(tensor(6), DISTINCT, tensor(3, 6)),)
+
+
 def written_in_parts(x, row):
     """Python reads a part, changes it in place, and assigns it."""
     x = x.clone()

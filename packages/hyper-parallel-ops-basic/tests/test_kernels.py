@@ -40,6 +40,15 @@ class TestGroupNorm(Few):
     samples = (sample(IMAGES, tensor(4), tensor(4)),)
 
 
+def group_normed_with_channels_last(x, weight, bias):
+    return group_normed(x.contiguous(memory_format=torch.channels_last), weight, bias)
+
+
+class TestGroupNormWithChannelsLast(Few):
+    op = group_normed_with_channels_last
+    samples = (sample(IMAGES, tensor(4), tensor(4)),)
+
+
 class TestBatchNorm(Few):
     op = torch.native_batch_norm
     samples = (sample(IMAGES, tensor(4), tensor(4), None, None, True, 0.1, 1e-5),)

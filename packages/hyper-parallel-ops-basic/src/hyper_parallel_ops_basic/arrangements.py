@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .composed import lying_like
+
 Tensor = torch.Tensor
 
 
@@ -84,7 +86,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     out = input.unflatten(-3, (channels // (r * r), r, r))
     n = len(lead)
     out = out.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
-    return out.reshape(*lead, channels // (r * r), height * r, width * r)
+    return lying_like(input, _copy(out).reshape(*lead, channels // (r * r), height * r, width * r))
 
 
 def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
@@ -92,11 +94,17 @@ def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     n = len(lead)
     out = input.reshape(*lead, channels, height // r, r, width // r, r)
     out = out.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3)
-    return out.reshape(*lead, channels * r * r, height // r, width // r)
+    return lying_like(input, _copy(out).reshape(*lead, channels * r * r, height // r, width // r))
 
 
 def channel_shuffle(input: Tensor, groups: int) -> Tensor:
-    return input.unflatten(1, (groups, input.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
+    out = input.unflatten(1, (groups, input.shape[1] // groups)).transpose(1, 2)
+    return lying_like(input, _copy(out).flatten(1, 2))
+
+
+def _copy(view: Tensor) -> Tensor:
+    """A copy even where the dims could be merged without one, as those of a single group."""
+    return view.clone(memory_format=torch.contiguous_format)
 
 
 def unique_consecutive(

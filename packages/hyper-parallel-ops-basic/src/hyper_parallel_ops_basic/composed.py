@@ -91,3 +91,11 @@ def plain_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     from hyper_parallel.dtensor import DTensor, wrap
 
     return wrap(value, replica_spec(value, tensor.layout)) if isinstance(tensor, DTensor) else value
+
+
+def lying_like(input: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out``, an image as ``input`` is, with channels innermost in memory where those of ``input`` are: so do kernels
+    for CPUs."""
+    last = torch.channels_last
+    keeps = input.ndim == 4 and input.is_contiguous(memory_format=last) and not input.is_contiguous()
+    return out.contiguous(memory_format=last) if keeps and input.device.type == "cpu" else out

@@ -100,7 +100,10 @@ class SetItem(LayoutOp):
                 values = neutral
             return write(x if in_place else x.clone(), parts, values, bound.get("accumulate", False))
 
-        return Solution(targets, [target], local, meta=lambda x, *args, **kwargs: x)
+        def on_meta(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return x if in_place else torch.empty_like(x)
+
+        return Solution(targets, [target], local, meta=on_meta)
 
 
 def _value(call: Call, index: Index, target: Layout) -> Value:
