@@ -363,6 +363,22 @@ def test_what_needs_the_value_of_a_pending_sum_is_written_to_the_sum(name, place
 
 
 @pytest.mark.ranks(4)
+def test_what_is_written_to_a_pending_sum_is_not_gathered_unasked():
+    """On an axis that the sum is not pending over, rows that are sharded do not fit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    values = [leaf(*sizes).detach() for sizes in ((5, 3), (5, 6), (6, 3))]
+    layouts = [P, R], [R, Shard(0)], [R, R]
+    target, rows, columns = (make(v, mesh, layout) for v, layout in zip(values, layouts, strict=True))
+    with pytest.raises(ValueError, match="no strategy takes"):
+        target.addmm_(rows, columns)
+    torch.testing.assert_close(target.full_tensor(), values[0])
+    with redistribute_policy("auto"):
+        target.addmm_(rows, columns)
+    assert target.placements == (P, R)
+    torch.testing.assert_close(target.full_tensor(), torch.addmm(*values))
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_with_inplace_true_train_as_on_one_device(training):
     """The in-place forms save their result for the backward: nothing else may count as a write to it."""

@@ -140,7 +140,11 @@ class TestVecdot(Few):
 
 class TestTensordot(Few):
     op = torch.tensordot
-    samples = (sample(tensor(2, 5, 3), tensor(5, 3, 4)), sample(tensor(2, 5, 3), tensor(3, 2), dims=([2, 0], [0, 1])))
+    samples = (
+        sample(tensor(2, 5, 3), tensor(5, 3, 4)),
+        sample(tensor(2, 5, 3), tensor(3, 2), dims=([2, 0], [0, 1])),
+        sample(tensor(5, 3), tensor(2, 4), 0),
+    )
 
 
 class TestKron(Few):
@@ -198,7 +202,7 @@ class TestBlockDiag(Few):
 
 class TestRot90(Few):
     op = torch.rot90
-    samples = (sample(MATRIX), sample(MATRIX, 2), sample(MATRIX, 3, (1, 0)))
+    samples = (sample(MATRIX), sample(MATRIX, 2), sample(MATRIX, 3, (1, 0)), sample(MATRIX, 4))
 
 
 class TestPixelShuffle(Few):
@@ -226,15 +230,15 @@ class TestImagesWithChannelsLast(Few):
     samples = (sample(IMAGES),)
 
 
-def written_copies(x):
-    """Of a factor of one, or one group: x itself stays as it is."""
-    copies = (F.pixel_shuffle(x, 1), F.pixel_unshuffle(x, 1), torch.channel_shuffle(x.detach(), 1))
-    return [copy.mul_(2) for copy in copies]
+def written_copies(x, matrix):
+    """Where there is nothing to do: the inputs themselves stay as they are."""
+    shuffled = (F.pixel_shuffle(x, 1), F.pixel_unshuffle(x, 1), torch.channel_shuffle(x.detach(), 1))
+    return [copy.mul_(2) for copy in (*shuffled, torch.chain_matmul(matrix), matrix.rot90(0))]
 
 
 class TestWrittenCopies(Few):
     op = written_copies
-    samples = (sample(tensor(2, 3, 4, 5)),)
+    samples = (sample(tensor(2, 3, 4, 5), MATRIX),)
 
 
 class TestGlu(Few):

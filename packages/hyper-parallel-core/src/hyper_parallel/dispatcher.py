@@ -26,6 +26,7 @@ from hyper_parallel.function_names import aten_binding
 from hyper_parallel.in_place import (
     become_view,
     before_write,
+    fits_reduced,
     form_of,
     holds_any_value,
     reduce_in_place,
@@ -201,7 +202,8 @@ def _write_another_way(rule: Rule, args: Sequence[Any], kwargs: Any) -> DTensor 
     out_of_place = form_of(rule.name)
     if out_of_place is None or not holds_any_value(target.layout):
         return None
-    return write(target, dispatch(out_of_place, args, kwargs))
+    value = dispatch(out_of_place, args, kwargs)
+    return write(target, value) if state.mode.policy == "auto" or fits_reduced(value, target) else None
 
 
 DTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]

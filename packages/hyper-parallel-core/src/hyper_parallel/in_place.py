@@ -68,6 +68,14 @@ def holds_any_value(layout: Layout) -> bool:
     return bool(kinds) and kinds <= {"sum", "avg", "max", "min"}
 
 
+def fits_reduced(value: DTensor, target: DTensor) -> bool:
+    """Whether a value comes to the target's layout without other communication than that its own pending reductions
+    are carried out."""
+    have, want = value.layout, target.layout
+    reduced = have.with_placements({a: want.placements[a] for a, p in enumerate(have.placements) if is_partial(p)})
+    return not plan_transition(reduced, want, tuple(target.shape)).communicates
+
+
 def write(target: DTensor, value: DTensor) -> DTensor:
     """``copy_`` from any layout. Neither memory nor placements of the target change: it may have views, and be one."""
     return target.copy_(value.redistribute(target.layout))  # type: ignore[return-value]

@@ -77,7 +77,7 @@ def rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     if k % 4 == 2:
         return input.flip(a, b)
     if k % 4 == 0:
-        return input.clone()
+        return _copy(input)
     return input.flip(b).transpose(a, b) if k % 4 == 1 else input.flip(a).transpose(a, b)
 
 
@@ -103,7 +103,7 @@ def channel_shuffle(input: Tensor, groups: int) -> Tensor:
 
 
 def _copy(view: Tensor) -> Tensor:
-    """A copy even where the dims could be merged without one, as those of a single group."""
+    """A contiguous copy, also of what is contiguous already and where the dims could be merged without one."""
     return view.clone(memory_format=torch.contiguous_format)
 
 

@@ -94,8 +94,10 @@ def plain_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def lying_like(input: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out``, an image as ``input`` is, with channels innermost in memory where those of ``input`` are: so do kernels
-    for CPUs."""
-    last = torch.channels_last
-    keeps = input.ndim == 4 and input.is_contiguous(memory_format=last) and not input.is_contiguous()
-    return out.contiguous(memory_format=last) if keeps and input.device.type == "cpu" else out
+    """``out``, images as ``input``, with channels innermost in memory where those of ``input`` are: kernels for CPUs do
+    so, those for other devices give contiguous results."""
+    if input.ndim != 4 or input.device.type != "cpu":
+        return out
+    _, channels, height, width = input.shape
+    channels_last = (height * width * channels, 1, width * channels, channels)
+    return out.contiguous(memory_format=torch.channels_last) if input.stride() == channels_last else out

@@ -59,7 +59,8 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
         right[j] = left[i]
     folded = {left[i] for i in mine}
     out = [c for c in left + right if c not in folded]
-    return torch.einsum(f"{''.join(left)},{''.join(right)}->{''.join(out)}", a, b)
+    # Contiguous also where there is nothing to sum, of which einsum gives the dims as they lie in a and b.
+    return torch.einsum(f"{''.join(left)},{''.join(right)}->{''.join(out)}", a, b).contiguous()
 
 
 def kron(input: Tensor, other: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def cross_of_last(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
 
 
 def chain_matmul(*matrices: Tensor) -> Tensor:
-    out = matrices[0]
+    out = matrices[0] if len(matrices) > 1 else matrices[0].clone()
     for matrix in matrices[1:]:
         out = out @ matrix
     return out
