@@ -223,6 +223,19 @@ def test_sources_of_a_whole_target_are_gathered():
 
 
 @pytest.mark.ranks(4)
+def test_sources_that_are_written_into_a_whole_target_are_gathered_along_any_dim():
+    torch.manual_seed(0)
+    values = torch.randn(6, 5), torch.randint(6, (4, 5)), torch.randn(4, 5)
+    wanted = values[0].clone().scatter_add_(0, *values[1:])
+    for d in (0, 1):
+        target, index, source = (spread(v, p) for v, p in zip(values, (Replicate(), Shard(d), Shard(d)), strict=True))
+        with redistribute_policy("strict"), CommTrace() as trace:
+            target.scatter_add_(0, index, source)
+        assert trace.counts == {"all_gather": 2}
+        assert torch.allclose(target.to_local(), wanted)
+
+
+@pytest.mark.ranks(4)
 def test_a_packed_dim_beside_a_sharded_index():
     """Index and indexed dim have other sections, or none: each is cut as it says."""
     torch.manual_seed(0)

@@ -108,10 +108,12 @@ class _Write(StrategyOp):
 
     def solve(self, call: Call) -> Solution:
         target, along, axes = call.inputs[0].layout.placements, self.source_dim(call), {}
-        if along is not None and (call.inplace or not self.is_adding(call)):
-            for name, d in [("index", self.index_dim(call)), *((name, along) for name in self.sources(call))]:
-                spec = call.spec(name)
-                axes[call.position(name)] = [a for a in spec.layout.shard_order[d] if is_replicate(target[a])]
+        own = [("index", self.index_dim(call)), *((name, along) for name in self.sources(call))]
+        for name, d in own:
+            order = call.spec(name).layout.shard_order
+            if not call.inplace:  # along other dims the target is then cut to fit
+                order = () if along is None or d is None or self.is_adding(call) else (order[d],)
+            axes[call.position(name)] = [a for some in order for a in some if is_replicate(target[a])]
         return gathered_inside(call, axes, super().solve)
 
     def local_function(
