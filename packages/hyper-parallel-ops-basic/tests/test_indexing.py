@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hyper_parallel import PackedShard, Replicate, Shard, distribute_tensor
+from hyper_parallel import PackedShard, Replicate, Shard, distribute_tensor, redistribute_policy
 from hyper_parallel.comm_trace import CommTrace
-from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing import OpConformance, make, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 
 MATRIX = tensor(5, 6)
@@ -286,6 +286,29 @@ def test_a_write_to_the_tensor_raises_while_a_copy_of_a_part_lives():
             x.mul_(2)
         del part
     x.mul_(2)
+
+
+@pytest.mark.ranks(4)
+def test_ids_beside_a_mask_of_another_order_of_axes_lie_as_what_it_picks():
+    values = torch.randn(5, 6, 2), MASK, torch.arange(12) % 2
+    layouts = [Replicate()] * 2, [Shard(0), PackedShard(0, (4, 1))], [Shard(0)] * 2
+    x, mask, ids = (make(v, mesh_of((2, 2)), layout) for v, layout in zip(values, layouts, strict=True))
+    with redistribute_policy("auto"):
+        out = x[mask, ids]
+    assert torch.equal(out.full_tensor(), values[0][values[1:]])
+
+
+@pytest.mark.ranks(4)
+def test_ids_sharded_over_more_axes_than_the_mask_that_is_written_by_are_gathered():
+    """The mask follows the target, which stays."""
+    values = torch.randn(5, 6), ROWS, DISTINCT
+    layouts = [Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0)] * 2
+    x, mask, ids = (make(v, mesh_of((2, 2)), layout) for v, layout in zip(values, layouts, strict=True))
+    with redistribute_policy("auto"):
+        x[mask, ids] = 7.0
+    want = values[0].clone()
+    want[values[1:]] = 7.0
+    assert torch.equal(x.full_tensor(), want)
 
 
 @pytest.mark.ranks(4)

@@ -29,7 +29,7 @@ from .gathered_inputs import gathered_inside
 from .index_arguments import Index, parts_of
 from .picking import of_dims
 from .piece_writing import Value, Writing
-from .sharded_masks import beside_of, in_chunks, leading, lying_as_picked, the_sharded_mask
+from .sharded_masks import axes_of, beside_of, in_chunks, leading, lying_as_picked, the_sharded_mask
 from .travelling import Travelling, travelling_with
 
 
@@ -80,7 +80,7 @@ class SetItem(LayoutOp):
         if lead is not None and lead.ref is not None:
             targets[lead.ref.index] = of_dims(target, lead.dims)
         mask = the_sharded_mask(lead, target, index.shape)
-        for item in [] if mask is None else lying_as_picked(call, index, mask.item):
+        for item in [] if mask is None else lying_as_picked(call, index, axes_of(mask.layout)):
             targets[item.ref.index] = call.inputs[item.ref.index].layout  # type: ignore[union-attr]
         value = _value(call, index, target)
         travelling = _let_travel(call, index, target, targets, value, added)

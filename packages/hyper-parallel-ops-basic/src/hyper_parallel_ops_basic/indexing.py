@@ -30,7 +30,7 @@ from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 from .exchanging import Exchange, placed_along
 from .index_arguments import Index, Item, as_ids, asked_for, check_whole_ids, parts_of
 from .picking import by_data
-from .sharded_masks import beside_of, leading, lying_as_picked, the_sharded_mask
+from .sharded_masks import beside_of, leading, read_together, the_sharded_mask
 
 
 class GetItem(StrategyOp):
@@ -84,7 +84,7 @@ class GetItem(StrategyOp):
                 yield from (Strategy([S(d)], looked_up) for d in mask.dims)
         if lead is not None:
             # The picked elements are spread over the axes; the layout is known when they are.
-            beside = lying_as_picked(call, index, lead)
+            beside = read_together(call, index, lead)
             for d in range(len(lead.value)):
                 row: list[Placement] = [R] * len(call.inputs)
                 row[0] = S(lead.dim + d)
@@ -237,7 +237,11 @@ def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading
     """A mask: the result's shape is known only when it was computed, equally on all ranks."""
     base, target, dtype = solution.outputs[0], local.target, call.inputs[0].dtype
     assert base is not None
-    mask = the_sharded_mask(leading(call, index), target, local.shape)
+    lead = leading(call, index)
+    for item in [] if lead is None else read_together(call, index, lead):
+        at = item.ref.index  # type: ignore[union-attr]
+        solution.targets[at] = _by_axis(solution.targets[at])
+    mask = the_sharded_mask(lead, target, local.shape)
     beside = beside_of(call, index, mask, solution.targets)
     if beside is not None:
         local.index = beside.index
@@ -275,6 +279,11 @@ def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading
         return wrap(in_memory_order(out, spec.memory_order), spec)
 
     solution.local, solution.meta = get, by_data
+
+
+def _by_axis(layout: Layout) -> Layout:
+    """The layout with the mesh axes of the last dim in their order, whatever it is for the mask."""
+    return layout.with_order(layout.placements, (*layout.shard_order[:-1], tuple(sorted(layout.shard_order[-1]))))
 
 
 class Narrow(GetItem):

@@ -135,14 +135,23 @@ def the_sharded_mask(mask: Item | None, target: Layout, shape: tuple[int, ...]) 
     return ShardedMask(mask, target, shape) if mask is not None and is_sharded else None
 
 
-def lying_as_picked(call: Call, index: Index, mask: Item) -> list[Item]:
+def axes_of(*layouts: Layout) -> set[int]:
+    """The mesh axes that share out tensors with these layouts."""
+    return {a for layout in layouts for a in OverAxes(layout, range(layout.ndim)).axes}
+
+
+def lying_as_picked(call: Call, index: Index, axes: set[int]) -> list[Item]:
+    """The index tensors that lie as what a mask picks that is sharded by these mesh axes."""
+    tensors = [(item, call.inputs[item.ref.index].layout) for item in index.tensors() if item.ref is not None]
+    return [item for item, layout in tensors if item.value[-1] != 1 and in_chunks(layout, layout.ndim - 1, axes)]
+
+
+def read_together(call: Call, index: Index, mask: Item) -> list[Item]:
     """The index tensors that lie as what the mask will pick, once tensor and mask are sharded by the same axes."""
     layouts = [of_dims(call.inputs[0].layout, mask.dims)]
     if mask.ref is not None:
         layouts.append(call.inputs[mask.ref.index].layout)
-    axes = {a for layout in layouts for a in OverAxes(layout, range(layout.ndim)).axes}
-    tensors = [(item, call.inputs[item.ref.index].layout) for item in index.tensors() if item.ref is not None]
-    return [item for item, layout in tensors if item.value[-1] != 1 and in_chunks(layout, layout.ndim - 1, axes)]
+    return lying_as_picked(call, index, axes_of(*layouts))
 
 
 def in_chunks(layout: Layout, dim: int, axes: set[int]) -> bool:
@@ -163,7 +172,7 @@ def beside_of(call: Call, index: Index, mask: ShardedMask | None, targets: Seque
     """
     if not index.has_mask or len(index.masks()) + len(index.tensors()) == 1:
         return None
-    axes = set() if mask is None else set(OverAxes(mask.layout, range(mask.layout.ndim)).axes)
+    axes = set() if mask is None else axes_of(mask.layout)
     spread: dict[int, Layout] = {}
     for item in index.tensors():
         layout = None if item.ref is None else targets[item.ref.index]
