@@ -13,12 +13,12 @@ import torch
 
 from hyper_parallel.call import Call
 from hyper_parallel.families.held_indices import HeldIndices, pending_lookup
+from hyper_parallel.families.moving import Move
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Partial, on_dim
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
-from .alignment import aligned
 from .exchanging import Exchange, placed_along
 from .lookup import Lookup
 
@@ -82,8 +82,8 @@ class IndexSelect(StrategyOp):
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = arguments.bind(args, kwargs)
             x, index = given["input"], given["index"]
-            for align in alignments:
-                x = align(x)
+            for d, move in alignments:
+                x = move(x, d)
             if not is_spread:
                 return take(x, dim, index)
             if exchange:
@@ -93,8 +93,8 @@ class IndexSelect(StrategyOp):
 
         return local
 
-    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """What has to be done with the input first."""
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[int, Move]]:
+        """Along which other dims elements of the input have to travel first: each rank needs those beside its index."""
         return []
 
     @staticmethod
@@ -144,13 +144,13 @@ class Gather(IndexSelect):
         if spec.shape and index.shape:
             yield from fetching_rows(call, dim, dim, dim)
 
-    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[int, Move]]:
         have, want = targets[0], targets[call.position("index")]
         shape, sizes = tuple(call.inputs[0].shape), tuple(call.spec("index").shape)
         if len(sizes) != len(shape):
             return []
         less = [d for d, size in enumerate(sizes) if d != call.dim("dim") and size != shape[d] and want.shard_order[d]]
-        return [aligned(have, shape, want, sizes, d, sizes[d]) for d in less]
+        return [(d, Move.between(have, shape[d], d, want, d, torch.arange(sizes[d]))) for d in less]
 
     @staticmethod
     def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

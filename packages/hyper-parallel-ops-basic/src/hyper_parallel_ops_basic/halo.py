@@ -68,15 +68,12 @@ class Window:
             size: of the tensor's ``dim``.
             fill: value of the padding.
         """
-        axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
-        coordinates = layout.info.group(axes).coordinates if axes else [layout.info.my_coordinate()]
-        sizes = tuple(size if d == dim else 1 for d in range(layout.ndim))
-        held = [indices_of(dim_intervals(layout, sizes, dim, c)) for c in coordinates]
-        wanted = []
-        for coordinate in coordinates:
+
+        def wanted(coordinate: tuple[int, ...]) -> torch.Tensor:
             windows = dim_intervals(output, self._sizes(output, size, dim), dim, coordinate)
-            wanted.append(self.under(*windows[0], size) if windows else torch.arange(0))
-        return Move(layout.info.group(axes) if axes else None, held, wanted, fill)
+            return self.under(*windows[0], size) if windows else torch.arange(0)
+
+        return Move.along(layout, size, dim, wanted, fill)
 
     def _sizes(self, output: Layout, size: int, dim: int) -> tuple[int, ...]:
         return tuple(self.count(size) if d == dim else 1 for d in range(output.ndim))

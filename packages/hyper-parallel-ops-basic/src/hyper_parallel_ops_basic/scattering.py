@@ -14,15 +14,16 @@ from typing import Any, ClassVar
 
 import torch
 
+from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.held_indices import HeldIndices
+from hyper_parallel.families.moving import Move, indices_of
 from hyper_parallel.families.overwriting import overwrite
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import is_replicate, on_dim
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
-from .alignment import aligned
 from .exchanging import Exchange, placed_along
 from .gathered_inputs import gathered_inside
 
@@ -79,10 +80,9 @@ class _Write(StrategyOp):
         """The argument with the sources, where it is a tensor."""
         return [self.source] if self.source is not None and call.index(self.source) is not None else []
 
-    def alignments(
-        self, call: Call, targets: Sequence[Layout]
-    ) -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
-        """What has to be done first, and to which argument, where index or sources are smaller than the target."""
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[str, int, Move]]:
+        """Of which arguments, and along which other dims, elements have to travel first: each rank needs those beside
+        its part of the target."""
         return []
 
     def strategies(self, call: Call) -> Iterable[Strategy]:
@@ -133,8 +133,8 @@ class _Write(StrategyOp):
 
         def write(*args: Any, **kwargs: Any) -> torch.Tensor:
             bound = arguments.bind(args, kwargs)
-            for name, align in alignments:
-                bound[name] = align(bound[name])
+            for name, d, move in alignments:
+                bound[name] = move(bound[name], d)
             x, index = bound.pop("input"), places(bound.pop("index"), shape[dim])
             if "src" in bound and not isinstance(bound["src"], torch.Tensor):
                 bound["value"] = bound.pop("src")
@@ -236,15 +236,13 @@ class Scatter(_Write):
         is_alike = [all(call.spec(name).shape[d] == size for name in names) for d, size in enumerate(shape)]
         return [d for d, alike in enumerate(is_alike) if not alike and d != call.dim("dim")]
 
-    def alignments(
-        self, call: Call, targets: Sequence[Layout]
-    ) -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
-        target, whole = targets[0], tuple(call.inputs[0].shape)
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[str, int, Move]]:
+        target, whole, size = targets[0], tuple(call.inputs[0].shape), call.spec("index").shape
         found = []
         for d in self._other_sizes(call):
             for name in ["index", *self.sources(call)] if target.shard_order[d] else []:
-                layout, shape = targets[call.position(name)], tuple(call.spec(name).shape)
-                found.append((name, aligned(layout, shape, target, whole, d, call.spec("index").shape[d])))
+                layout, given = targets[call.position(name)], call.spec(name).shape[d]
+                found.append((name, d, Move.along(layout, given, d, _below(size[d], target, whole, d))))
         return found
 
     def index_dim(self, call: Call) -> int:
@@ -263,6 +261,16 @@ class Scatter(_Write):
 
     def is_adding(self, call: Call) -> bool:
         return self.adds or call.arg("reduce") in ("sum", "add")
+
+
+def _below(size: int, layout: Layout, shape: tuple[int, ...], dim: int) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    """Function that gives the indices below ``size``, along ``dim``, that the rank at a coordinate holds."""
+
+    def held(coordinate: tuple[int, ...]) -> torch.Tensor:
+        indices = indices_of(dim_intervals(layout, shape, dim, coordinate))
+        return indices[indices < size]
+
+    return held
 
 
 def _writes_nothing(call: Call) -> bool:

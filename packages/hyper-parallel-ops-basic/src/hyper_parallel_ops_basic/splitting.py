@@ -104,9 +104,7 @@ class Split(LayoutOp):
             held = [indices_of(dim_intervals(output, size, dim, coordinate)) for size in sizes]
             return [r.start + h for r, h in zip(ranges, held, strict=True)]
 
-        group = layout.info.group(tuple(sorted(layout.shard_order[dim])))
-        held = [indices_of(dim_intervals(layout, shape, dim, c)) for c in group.coordinates]
-        move = Move(group, held, [torch.cat(parts(c)) for c in group.coordinates])
+        move = Move.along(layout, shape[dim], dim, lambda coordinate: torch.cat(parts(coordinate)))
         sizes = [len(part) for part in parts(layout.info.my_coordinate())]
         cut = _at_once(sizes, dim, name)
         return Solution([layout], [output] * len(ranges), lambda x, *args, **kwargs: cut(move(x, dim)), copies=True)

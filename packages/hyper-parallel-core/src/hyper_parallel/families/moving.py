@@ -21,7 +21,7 @@ from hyper_parallel.placements import Partial, Shard
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
-__all__ = ["Move", "Moving", "indices_of", "pending_rows"]
+__all__ = ["NOTHING", "Move", "Moving", "indices_of", "pending_rows", "plain"]
 
 NOTHING = -1
 """In a map: no element, but the fill value."""
@@ -71,21 +71,29 @@ class Move:
         self.fills = bool((owners[me] < 0).any())
 
     @classmethod
+    def along(
+        cls, layout: Layout, size: int, dim: int, wanted: Callable[[tuple[int, ...]], torch.Tensor], fill: Any = 0
+    ) -> Move:
+        """From ``dim`` (of global length ``size``) of ``layout`` to what the rank at each mesh coordinate wants."""
+        axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
+        group = layout.info.group(axes) if axes else None
+        coordinates = [layout.info.my_coordinate()] if group is None else group.coordinates
+        sizes = tuple(size if d == dim else 1 for d in range(layout.ndim))
+        held = [indices_of(dim_intervals(layout, sizes, dim, c)) for c in coordinates]
+        return cls(group, held, [wanted(c) for c in coordinates], fill)
+
+    @classmethod
     def between(
         cls, layout: Layout, size: int, dim: int, result: Layout, result_dim: int, index: torch.Tensor, fill: Any = 0
     ) -> Move:
         """From ``dim`` (of global length ``size``) of ``layout`` to ``result_dim`` of ``result``, element ``i`` of
-        which is element ``index[i]`` (of an index of two dims its elements, side by side). The result may be sharded
-        only by mesh axes that shard the source."""
-        axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
-        if not axes:
-            return cls(None, [torch.arange(size)], [index.reshape(-1)], fill)
-        group = layout.info.group(axes)
-        sizes = tuple(size if d == dim else 1 for d in range(layout.ndim))
-        result_sizes = tuple(len(index) if d == result_dim else 1 for d in range(result.ndim))
-        held = [indices_of(dim_intervals(layout, sizes, dim, c)) for c in group.coordinates]
-        lies = [indices_of(dim_intervals(result, result_sizes, result_dim, c)) for c in group.coordinates]
-        return cls(group, held, [index[here].reshape(-1) for here in lies], fill)
+        which is element ``index[i]`` (of an index of two dims its elements, side by side)."""
+        sizes = tuple(len(index) if d == result_dim else 1 for d in range(result.ndim))
+
+        def wanted(coordinate: tuple[int, ...]) -> torch.Tensor:
+            return index[indices_of(dim_intervals(result, sizes, result_dim, coordinate))].reshape(-1)
+
+        return cls.along(layout, size, dim, wanted, fill)
 
     def __call__(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The moved elements of ``x`` along ``dim``; differentiable any number of times."""
