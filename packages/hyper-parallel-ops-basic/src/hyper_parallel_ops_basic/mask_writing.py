@@ -7,15 +7,15 @@ other how many they pick, and each gets those of the source that it needs. Dims 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals, local_shape
+from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.elementwise import broadcast_shape
-from hyper_parallel.families.moving import Move, indices_of
+from hyper_parallel.families.moving import Move
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
@@ -25,6 +25,7 @@ from hyper_parallel.strategy import LayoutOp, S
 
 from .factories import settled
 from .picking import Picked, of_dims
+from .planes import held_places
 
 
 class MaskedScatter(LayoutOp):
@@ -139,16 +140,7 @@ def _taking(layout: Layout, shape: tuple[int, ...], rows: int) -> Callable[[torc
         if not over:
             return source.index_select(0, picked.places.to(source.device))
         group = layout.info.group(over.axes)
-        held = [_numbers(layout, beyond, c) for c in group.coordinates]
+        held = [held_places(layout, beyond, 0, c) for c in group.coordinates]
         return Move(group, held, picked.places_at(group.coordinates))(source, 0)
 
     return take
-
-
-def _numbers(layout: Layout, shape: Sequence[int], coordinate: tuple[int, ...]) -> torch.Tensor:
-    """Of the elements of a flattened tensor those that the rank at a coordinate has, in the order of its piece."""
-    numbers = torch.zeros(1, dtype=torch.int64)
-    for d, size in enumerate(shape):
-        held = indices_of(dim_intervals(layout, tuple(shape), d, coordinate))
-        numbers = (numbers[:, None] * size + held).flatten()
-    return numbers

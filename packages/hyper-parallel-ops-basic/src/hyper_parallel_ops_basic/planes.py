@@ -1,4 +1,4 @@
-"""The last dims of a tensor as planes, whose places have numbers: counted row by row."""
+"""Neighbouring dims of a tensor as planes, whose places have numbers: counted row by row."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def held_places(layout: Layout, shape: tuple[int, ...], first: int, coordinate: 
     """The places that a rank holds of every plane.
 
     Args:
-        layout, shape: of the tensor.
-        first: dim of the planes; all from there on are.
+        layout: of the tensor.
+        shape: its global shape up to the last dim of the planes.
+        first: dim of the planes.
         coordinate: the rank's.
     """
     places = torch.zeros(1, dtype=torch.int64)
