@@ -51,7 +51,8 @@ def make(
 
     Args:
         value: the global tensor, equal on all ranks. The DTensor has its dim order in memory.
-        placements: one per mesh axis, or a Layout. A pending reduction gets random terms that reduce to the value.
+        placements: one per mesh axis, or a Layout. A pending reduction gets random terms that reduce to the value,
+            to whole numbers exactly.
         shard_order: as in :meth:`Layout.from_placements`.
         varying: mesh axes on which the tensor is Replicate and its gradient Partial.
         requires_grad: whether to ask for a gradient.
