@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import Partial, Replicate, Shard, distribute_tensor, redistribute_policy
-from hyper_parallel.comm_trace import CommTrace
-from hyper_parallel.testing import OpConformance, at_most, sample, tensor
-from hyper_parallel.testing.checking import mesh_of
+from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor, redistribute_policy
+from hyper_parallel.testing import OpConformance, at_most, mesh_of, sample, tensor
 
 WHOLE = partial(tensor, dtype=torch.int64)
 

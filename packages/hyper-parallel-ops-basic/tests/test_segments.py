@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hyper_parallel import Replicate, Shard, distribute_tensor, redistribute_policy
-from hyper_parallel.comm_trace import CommTrace
-from hyper_parallel.testing import OpConformance, sample, tensor
-from hyper_parallel.testing.checking import mesh_of
+from hyper_parallel import CommTrace, Replicate, Shard, distribute_tensor, redistribute_policy
+from hyper_parallel.testing import OpConformance, mesh_of, sample, tensor
 
 
 class Few(OpConformance):

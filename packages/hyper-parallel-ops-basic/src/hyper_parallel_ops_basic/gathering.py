@@ -105,8 +105,7 @@ class IndexSelect(StrategyOp):
     @staticmethod
     def look_up(x: torch.Tensor, index: torch.Tensor, held: HeldIndices, layout: Layout) -> torch.Tensor:
         """What this rank holds of the result, with zeros for the rest; ``x`` is its piece of a tensor of ``layout``."""
-        out, mine = held.read(x, index, lambda piece, at: IndexSelect.take(piece, held.dim, at))
-        return out.masked_fill(~mine.reshape([-1 if d == held.dim else 1 for d in range(out.ndim)]), 0)
+        return held.select(x, index)
 
 
 class Gather(IndexSelect):

@@ -254,35 +254,29 @@ class Einsum(StrategyOp):
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
     ) -> Callable[..., Any] | None:
         operands, _, dims = self._operands(call)
-        cuts: dict[int, list[tuple[HeldIndices, torch.Tensor]]] = {}
-        for i, (labels, target) in enumerate(zip(operands, targets, strict=True)):
-            shape, here = tuple(call.inputs[i].shape), target.info.my_coordinate()
+        cuts: list[list[tuple[HeldIndices, torch.Tensor]]] = [[] for _ in operands]
+        for spec, labels, places, target, own in zip(call.inputs, operands, dims, targets, cuts, strict=True):
+            shape, here = tuple(spec.shape), target.info.my_coordinate()
             for d, label in enumerate(labels):
-                along = dims[i][label]
+                along = places[label]
                 if d != along and (target.shard_order[d] or target.shard_order[along]):
                     mine = indices_of(dim_intervals(target, shape, along, here))
-                    cuts.setdefault(i, []).append((HeldIndices(target, shape, d), mine))
-        if not cuts:
+                    own.append((HeldIndices(target, shape, d), mine))
+        if not any(cuts):
             return None
         func = call.func
 
         def local(equation: str, *tensors: Any) -> torch.Tensor:
-            numbers = iter(range(len(operands)))
+            cuts_of_next = iter(cuts)
 
             def cut(x: torch.Tensor) -> torch.Tensor:
-                for held, mine in cuts.get(next(numbers), ()):
-                    x = _part_of_dim(x, held, mine.to(x.device))
+                for held, mine in next(cuts_of_next):
+                    x = held.select(x, mine.to(x.device))
                 return x
 
             return func(equation, *map_tensors(tensors, cut))
 
         return local
-
-
-def _part_of_dim(x: torch.Tensor, held: HeldIndices, indices: torch.Tensor) -> torch.Tensor:
-    """The elements of these global indices along a dim, with zeros in the place of what other ranks hold."""
-    found, here = held.read(x, indices, lambda piece, at: piece.index_select(held.dim, at))
-    return found.masked_fill(~here.view([-1 if d == held.dim else 1 for d in range(x.ndim)]), 0)
 
 
 def einsum_labels(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:

@@ -54,6 +54,16 @@ class HeldIndices:
             x = one_row_more(x, self.dim)
         return take(x, positions), held
 
+    def select(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``index_select`` of the whole tensor, with zeros in the place of what other ranks hold.
+
+        Args:
+            x: this rank's piece.
+            index: of no negative numbers.
+        """
+        out, held = self.read(x, index.reshape(-1), lambda piece, positions: piece.index_select(self.dim, positions))
+        return out.masked_fill(~held.view([-1 if d == self.dim else 1 for d in range(out.ndim)]), 0)
+
     def write(
         self, x: torch.Tensor, index: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
