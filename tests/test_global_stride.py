@@ -136,7 +136,7 @@ def test_casts_to_another_memory_order_copy_on_all_ranks(rows):
 
 
 @pytest.mark.ranks(2)
-def test_order_of_a_result_does_not_hang_on_the_stride_of_a_single_element():
+def test_order_of_a_result_does_not_depend_on_the_stride_of_a_single_element():
     """Of one column a rank, einsum chooses the order of its result by the stride from column to column, which is
     arbitrary: so it may at any call, not only at the first."""
     column, row = torch.arange(3.0), torch.arange(5.0)

@@ -27,7 +27,7 @@ Placed = tuple[Layout, tuple[int, ...]]
 
 class Columns(StrategyOp):
     """The rows of a column are those of one channel after another, so whole channels are computed where they lie. Rows
-    then travel to (``fold``: come from) the equal chunks of all rows, where whole channels are none.
+    then travel to (``fold``: come from) equal chunks of all rows, unless whole channels are such chunks.
 
     Of sharded positions every rank fetches those that its columns show (``unfold``), or joins its own columns, which
     leaves a pending sum (``fold``).
@@ -44,7 +44,7 @@ class Columns(StrategyOp):
         self.summary = OpSummary(
             "samples, channels; positions leave a pending sum"
             if joins
-            else "every dim; the width's shards have a chunk of each row of columns (`PackedShard`)",
+            else "every dim; of a sharded width each rank gets a chunk of every row of columns (`PackedShard`)",
             pending="passes",
             communicates=f"{positions}channels that do not divide evenly: 1 all-to-all of the rows that change rank "
             "| the same",
@@ -89,7 +89,8 @@ class Columns(StrategyOp):
     def _of_positions(
         self, call: Call, target: Layout, output: Layout
     ) -> tuple[Layout, Callable[[torch.Tensor], torch.Tensor], Callable[..., torch.Tensor]]:
-        """The result's layout; what this rank needs of the input to compute its positions; and how it does."""
+        """The result's layout; the function that brings what this rank needs of the input; and that which makes its
+        positions of that."""
         shape, (result,) = tuple(call.inputs[0].shape), call.output_shapes()
         if not self.joins and any(target.shard_order[-2:]):
             patches = Patches(_windows(call), (target, shape), (output, result))

@@ -42,10 +42,10 @@ class FlashAttention(KernelAttention):
             "keys sharded like the queries: an all-gather of keys and one of values | 2 reduce-scatters; sharded "
             "starts of sequences: an all-gather; else none"
         ),
-        whole="features; keys of whole queries; queries in one tensor with their keys, or in chunks; tokens of packed "
-        "sequences under a window that looks ahead (sequences that are cut and others would need different windows), "
-        "and queries with slopes that see keys behind their own place (which the kernel counts from the last key); "
-        "everything with dropout, which the kernel draws on its own, with paged keys or scales of float8",
+        whole="features; keys of whole queries; queries in one tensor with their keys, with `attention_chunk`, or with "
+        "`alibi_slopes` where they see keys behind their own place (the kernel counts slopes from the last key); "
+        "tokens of packed sequences under a window that looks ahead (sequences that are cut and others would need "
+        "different windows); everything with dropout, which the kernel draws on its own, with paged keys or scales of float8",
     )
 
     signature = (

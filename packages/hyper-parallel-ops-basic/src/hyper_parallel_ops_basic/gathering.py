@@ -115,8 +115,8 @@ class Gather(IndexSelect):
         "every dim, and the index with it; the gathered dim leaves a pending sum (bool: max) where the index is whole",
         pending="passes, of any kind",
         communicates=(
-            "dim and index sharded by one axis: as `index_select`; index with less of another sharded dim: 1 "
-            "all-to-all of what it has | the same"
+            "dim and index sharded by one axis: as `index_select`; index that is smaller along another sharded dim: 1 "
+            "all-to-all of the input's elements beside it | the same"
         ),
     )
 

@@ -41,7 +41,7 @@ class MaskedScatter(LayoutOp):
             "1 or 2 all-gathers of counts and indices, none for dims of rows that the mask picks whole; source sharded "
             "over the same axes: 1 all-to-all of what goes to other ranks | the same"
         ),
-        whole="the source over axes that shard neither input nor mask: every rank has all places that it goes to",
+        whole="the source over axes that shard neither input nor mask: each rank of them needs all that is picked",
     )
 
     signature = "input, mask, source"

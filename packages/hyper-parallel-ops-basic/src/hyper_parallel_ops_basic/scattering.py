@@ -212,7 +212,8 @@ class Scatter(_Write):
     summary = replace(
         _SUMMARY,
         communicates=_SUMMARY.communicates
-        + "; index or sources with less or more of another sharded dim: 1 all-to-all of each | 1 all-to-all",
+        + "; index or sources of another size than the target's along another sharded dim: 1 all-to-all of each | "
+        "1 all-to-all",
     )
     signature = "input, dim, index, src, reduce, *, value, include_self=True"
     source = "src"

@@ -25,7 +25,8 @@ class SegmentReduce(StrategyOp):
     ``axis``, and there the lengths of the segments (``offsets``: where they begin, and the end)."""
 
     summary = OpSummary(
-        "every dim, those before the segmented one with the lengths; the segmented one leaves a pending sum",
+        "every dim, those before the segmented one with the lengths; the segmented one leaves a pending sum (prod, max "
+        "and min: a whole result)",
         pending="passes through sum and mean without an initial value",
         communicates=(
             "sharded segmented dim: max and min 1 all-reduce | 1 of the number of ties; prod 1 all-gather | slice"

@@ -34,8 +34,8 @@ class MaxUnpool(StrategyOp):
 
     summary = OpSummary(
         "every dim",
-        communicates="sharded positions: 1 all-gather of how many elements go where; 2 all-to-alls, of those that have "
-        "their place on another rank and of these places, where there are any | 1 all-to-all of their gradients",
+        communicates="sharded positions: 1 all-gather of counts; where some elements have their place on another rank "
+        "2 all-to-alls, of these and of their places | 1 all-to-all",
     )
 
     signature = "input, indices, kernel_size, stride=None, padding=0, output_size=None"

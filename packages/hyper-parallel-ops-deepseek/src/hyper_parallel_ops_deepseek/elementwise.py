@@ -29,8 +29,8 @@ class RotaryMul(StrategyOp):
     summary = OpSummary(
         "every dim, cosines and sines alike; broadcast dims stay whole",
         pending="passes through the input, or through cosines and sines together",
-        communicates="sharded last dim: 1 all-to-all of elements of the input for partners on another rank | the same; "
-        "none where a rank holds whole pairs (interleave) or its part of both halves (`PackedShard` of them)",
+        communicates="sharded last dim: 1 all-to-all of the input's elements whose partners are on another rank | the "
+        "same; none where a rank holds whole pairs (interleave) or its part of both halves (`PackedShard` of them)",
     )
 
     signature = "input, r1, r2, rotary_mode=half"
