@@ -45,7 +45,8 @@ class FlashAttention(KernelAttention):
         whole="features; keys of whole queries; queries in one tensor with their keys, with `attention_chunk`, or with "
         "`alibi_slopes` where they see keys behind their own place (the kernel counts slopes from the last key); "
         "tokens of packed sequences under a window that looks ahead (sequences that are cut and others would need "
-        "different windows); everything with dropout, which the kernel draws on its own, with paged keys or scales of float8",
+        "different windows); everything with dropout, which the kernel draws on its own, with paged keys or scales of "
+        "float8",
     )
 
     signature = (
