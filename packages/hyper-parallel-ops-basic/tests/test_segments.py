@@ -31,11 +31,8 @@ class TestSegmentReduce(Few):
         sample(tensor(5, 3, 2), "mean", lengths=torch.tensor([[1, 2]] * 5), axis=1),
         sample(tensor(5, 3), "sum", lengths=torch.tensor([[1, 2]] * 5), axis=-1),
         sample(tensor(5, 6), "max", offsets=torch.tensor([0, 2, 5])),
-        *(
-            sample(tensor(7, 2), reduce, lengths=torch.tensor([1, 0, 4, 2]))
-            for reduce in ("max", "min", "prod", "mean")
-        ),
-        *(sample(tensor(4, 3), reduce, offsets=OFFSETS, initial=0.5, axis=1) for reduce in ("prod", "mean", "sum")),
+        *(sample(tensor(7, 2), reduce, lengths=torch.tensor([1, 0, 4, 2])) for reduce in ("max", "prod")),
+        *(sample(tensor(4, 3), reduce, offsets=OFFSETS, initial=0.5, axis=1) for reduce in ("prod", "mean")),
         sample(tensor(7, 2), "sum", lengths=torch.tensor([1, 3]), unsafe=True).options(name="not all rows"),
     )
 

@@ -144,6 +144,7 @@ PATTERN = torch.ones(2, 2, dtype=torch.bool).triu(1)
 
 class TestFusionAttention(Quick):
     op = attention
+    max_layouts = 8
     rtol = 1e-6
     atol = 1e-6
     samples = (
