@@ -75,7 +75,7 @@ class Plan:
         then: the plan after the changes, once it is known.
         pending: whether an input is a pending sum, of which there may be a form that was reduced before.
         ready: whether calls alike can be run as they are.
-        may_turn: whether calls alike may have results in another memory order each.
+        may_turn: whether the memory order of results may change from call to call, though calls are alike.
         is_view, copies: as in :class:`~hyper_parallel.call.Solution`.
     """
 
@@ -251,7 +251,8 @@ def finish(plan: Plan, out: Any) -> Any:
 def _ordering(
     call: Callable[..., Any], specs: Sequence[Spec | None], usual: Sequence[int] | None
 ) -> Callable[..., Any]:
-    """A plan's call with the dims of its results in order. A single one has this stride, once it is in order."""
+    """A plan's call with the dims of its results in order; that a single one has its usual stride, and so is in order,
+    is seen sooner than by its dims."""
 
     def ordered(*args: Any, **kwargs: Any) -> Any:
         out = call(*args, **kwargs)

@@ -93,6 +93,7 @@ class KernelAttention(StrategyOp):
         return solution
 
     def strategies(self, call: Call, by_head: bool = True) -> Iterable[Strategy]:
+        """Rows for samples, heads (unless ``by_head`` is false) and queries."""
         form = self.form(call)
         if form is None:
             return

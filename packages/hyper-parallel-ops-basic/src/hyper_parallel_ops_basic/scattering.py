@@ -225,12 +225,12 @@ class Scatter(_Write):
             return
         yield from super().strategies(call)
         operands = ["index", *self.sources(call)]
-        for d in self._other_sizes(call):
+        for d in self._other_sizes(call):  # what is whole has all that any rank needs, what is sharded travels
             for which in itertools.product((False, True), repeat=len(operands)):
                 yield Strategy(dict.fromkeys(["input", *itertools.compress(operands, which)], S(d)), S(d))
 
     def _other_sizes(self, call: Call) -> list[int]:
-        """The dims, other than the written one, of which the index has a part only."""
+        """The dims, other than the written one, along which index or sources have another size than the target."""
         if _writes_nothing(call):
             return []
         shape, names = call.inputs[0].shape, ["index", *self.sources(call)]
