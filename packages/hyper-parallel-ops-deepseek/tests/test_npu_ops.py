@@ -186,6 +186,20 @@ class TestFusionAttention(Quick):
     )  # fmt: skip
 
 
+@pytest.mark.ranks(4)
+def test_a_mask_sharded_by_sections_does_not_cut_the_queries():
+    """A rank's rows would be two ranges, and the band is counted from the first of one."""
+    values = [torch.randn(6, 2, 8, dtype=torch.float64) for _ in range(3)]
+    mask, mesh = ~torch.eye(6).bool(), mesh_of((4,))
+    given = [distribute_tensor(v, mesh, [Replicate()]) for v in values]
+    packed = distribute_tensor(mask, mesh, [PackedShard(0, (4, 2))])
+    band = {"pre_tockens": 1, "next_tockens": 0}
+    with redistribute_policy("auto"):
+        out = attention(*given, "SBH", packed, **band)[0]
+    given = [x.to_local() for x in given]
+    torch.testing.assert_close(out.full_tensor(), attention(*given, "SBH", mask, **band)[0])
+
+
 def spread(value, *placements):
     return distribute_tensor(value, mesh_of((4,)), placements)
 

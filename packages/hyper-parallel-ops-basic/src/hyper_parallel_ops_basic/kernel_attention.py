@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard, Placement
+from hyper_parallel.placements import PackedShard, Placement, Shard
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .attention import gathering
@@ -104,17 +104,18 @@ class KernelAttention(StrategyOp):
             )
         if form.heads is not None and by_head:
             yield from self._head_rows(call, form, form.heads)
-        if form.rows is not None and not _packed(call, names, form.rows):
-            queries, outputs = {form.query: S(form.rows)} | self.beside(call, "rows"), self.outputs(call, "rows")
+        beside = self.beside(call, "rows") if form.rows is not None else {}
+        if form.rows is not None and not _packed(call, dict.fromkeys(names, S(form.rows)) | beside):
+            queries, outputs = {form.query: S(form.rows)} | beside, self.outputs(call, "rows")
             yield Strategy(queries, outputs)
             yield Strategy(queries | dict.fromkeys(form.keys, S(form.rows)), outputs)
 
     def _head_rows(self, call: Call, form: Form, d: int) -> Iterable[Strategy]:
         specs = {name: call.spec(name) for name in (form.query, *form.keys)}
-        if _packed(call, specs, d):
-            return
         on_heads = {name: S(d % len(spec.shape)) for name, spec in specs.items()}
         beside, outputs = self.beside(call, "heads"), self.outputs(call, "heads")
+        if _packed(call, on_heads | beside):
+            return
         may_be_whole = not form.fused and form.counts[0] != form.counts[1]
         if may_be_whole and not any(specs[name].layout.shard_order[d] for name in form.keys):
             yield Strategy({form.query: on_heads[form.query]} | beside, outputs)
@@ -190,10 +191,10 @@ def _applied(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Cha
     return change
 
 
-def _packed(call: Call, names: Iterable[str], d: int) -> bool:
-    """Whether one of these tensors is sharded section by section along a dim."""
-    layouts = [call.spec(name).layout for name in names]
-    return any(isinstance(layout.placements[a], PackedShard) for layout in layouts for a in layout.shard_order[d])
+def _packed(call: Call, places: Mapping[str, Placement]) -> bool:
+    """Whether one of these tensors is sharded section by section along the dim that its place names."""
+    pairs = [(call.spec(name).layout.placements, place) for name, place in places.items()]
+    return any(isinstance(p, PackedShard) and place == Shard(p.dim) for given, place in pairs for p in given)
 
 
 def _whole_groups(call: Call, form: Form, axes: Iterable[int]) -> bool:
