@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call
 from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.moving import Move, indices_of
+from hyper_parallel.families.moving import Move
 from hyper_parallel.layout import Layout
 from hyper_parallel.strategy import P, S, Strategy
 
@@ -93,22 +93,21 @@ class _Spread:
     ) -> None:
         self.dim = dim
         size, reach = sizes[0], dilation * (kernel - 1) + 1
-        axes = tuple(sorted(layout.shard_order[dim]))
-        group = layout.info.group(axes) if axes else None
-        coordinates = group.coordinates if group else [layout.info.my_coordinate()]
-        held, made = (
-            [dim_intervals(one, (1,) * dim + (n,), dim, c) for c in coordinates]
-            for one, n in zip((layout, output), sizes, strict=True)
-        )
-        bounds = [(part[0][0], part[-1][1]) if part else (0, 0) for part in made]
-        wanted = []
-        for start, stop in bounds:
+
+        def bounds(coordinate: tuple[int, ...]) -> tuple[int, int]:
+            """Of what the rank there makes of the result."""
+            made = dim_intervals(output, (1,) * dim + (sizes[1],), dim, coordinate)
+            return (made[0][0], made[-1][1]) if made else (0, 0)
+
+        def wanted(coordinate: tuple[int, ...]) -> torch.Tensor:
+            start, stop = bounds(coordinate)
             first = max(-((reach - 1 - start - padding) // stride), 0)
             last = min((stop - 1 + padding) // stride, size - 1)
-            wanted.append(torch.arange(first, max(last + 1, first)) if stop > start else torch.arange(0))
-        self.move = Move(group, [indices_of(part) for part in held], wanted)
-        mine = wanted[group.rank if group else 0]
-        start, stop = bounds[group.rank if group else 0]
+            return torch.arange(first, max(last + 1, first)) if stop > start else torch.arange(0)
+
+        self.move = Move.along(layout, size, dim, wanted)
+        here = layout.info.my_coordinate()
+        mine, (start, stop) = wanted(here), bounds(here)
         self.count = stop - start
         begin = int(mine[0]) * stride - padding if len(mine) else start
         length = (len(mine) - 1) * stride + reach if len(mine) else 0

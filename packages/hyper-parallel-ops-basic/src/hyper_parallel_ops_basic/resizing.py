@@ -150,16 +150,15 @@ class _Taps:
         sizes: tuple[int, int],
     ) -> None:
         (index, share), self.dim = weights, dim
-        axes = tuple(sorted(layout.shard_order[dim]))
-        group = layout.info.group(axes) if axes else None
-        coordinates, me = (group.coordinates, group.rank) if group else ([layout.info.my_coordinate()], 0)
-        held, mine = (
-            [indices_of(dim_intervals(one, (1,) * dim + (size,), dim, c)) for c in coordinates]
-            for one, size in zip((layout, fit_rank(output, layout.ndim)), sizes, strict=True)
-        )
-        needed = [index[rows].unique() for rows in mine]
-        self.move = Move(group, held, needed)
-        self.places, self.share = torch.searchsorted(needed[me], index[mine[me]]), share[mine[me]]
+        result = fit_rank(output, layout.ndim)
+
+        def made(coordinate: tuple[int, ...]) -> torch.Tensor:
+            """What the rank there makes of the result."""
+            return indices_of(dim_intervals(result, (1,) * dim + (sizes[1],), dim, coordinate))
+
+        self.move = Move.along(layout, sizes[0], dim, lambda coordinate: index[made(coordinate)].unique())
+        mine = made(layout.info.my_coordinate())
+        self.places, self.share = torch.searchsorted(index[mine].unique(), index[mine]), share[mine]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the result; low precision is widened."""
