@@ -156,6 +156,17 @@ class TestColumns(Few):
     max_collectives = at_most(all_to_all=2)
 
 
+def columns_of_transposed(x):
+    return F.unfold(x.mT, (1, 2), stride=2)
+
+
+class TestColumnsOfTransposed(Few):
+    """Which are contiguous, other than on meta tensors."""
+
+    op = columns_of_transposed
+    samples = (sample(tensor(2, 1, 3, 4)),)
+
+
 class TestJoinedColumns(Few):
     op = F.fold
     samples = (

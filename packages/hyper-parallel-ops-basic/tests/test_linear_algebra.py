@@ -1,8 +1,11 @@
 """Functions of batches of matrices, and Fourier transforms, against plain torch on all layouts."""
 
+import pytest
 import torch
 
+from hyper_parallel import Shard, distribute_tensor
 from hyper_parallel.testing import OpConformance, sample, tensor
+from hyper_parallel.testing.placing import mesh_of
 
 SQUARE, RIGHT, TALL = tensor(5, 3, 3), tensor(5, 3, 2), tensor(3, 4, 2)
 
@@ -95,6 +98,15 @@ class TestIntMatmul(Few):
 class TestVander(Few):
     op = torch.linalg.vander
     samples = (sample(tensor(2, 5)), sample(tensor(5), N=3), sample(tensor(), N=2))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("dtype", "powers"), [(torch.float64, 1), (torch.bool, 3)])
+def test_vander_refuses_what_pytorch_refuses(dtype, powers):
+    x = torch.ones(5, dtype=dtype)
+    for given in (x, distribute_tensor(x, mesh_of((4,)), [Shard(0)])):
+        with pytest.raises(RuntimeError, match="vander|N must be"):
+            torch.linalg.vander(given, N=powers)
 
 
 class TestTensorinv(Few):

@@ -65,6 +65,8 @@ class Columns(StrategyOp):
     def solve(self, call: Call) -> Solution:
         (result,) = call.output_shapes()  # first, as what PyTorch refuses has no layouts
         solution = super().solve(call)
+        # On meta tensors PyTorch may give columns another order in memory.
+        solution.meta = lambda x, *args, **kwargs: x.new_empty(result)
         target, (output,) = solution.targets[0], solution.outputs
         assert output is not None
         shape, joins, here = tuple(call.inputs[0].shape), self.joins, call.info.my_coordinate()

@@ -101,7 +101,10 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 def vander(x: Tensor, N: int | None = None) -> Tensor:
     x = x.contiguous() if x.ndim else x.reshape(1)  # its result has the default strides whatever those of x
-    powers = torch.arange(x.shape[-1] if N is None else N, device=x.device)
+    count = x.shape[-1] if N is None else N
+    if count <= 1 or x.dtype is torch.bool:
+        raise RuntimeError(f"vander: expected numbers and N above 1, got {x.dtype} and N = {count}")
+    powers = torch.arange(count, device=x.device)
     return x.unsqueeze(-1) ** plain_like(x, powers)
 
 
