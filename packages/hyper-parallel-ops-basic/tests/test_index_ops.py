@@ -262,7 +262,8 @@ def test_a_packed_dim_beside_a_sharded_index():
 
 
 @pytest.mark.ranks(4)
-def test_an_index_that_is_smaller_goes_where_its_part_of_the_target_is():
+@pytest.mark.parametrize("placed", [Shard(1), PackedShard(1, (3, 6))])
+def test_an_index_that_is_smaller_goes_where_its_part_of_the_target_is(placed):
     torch.manual_seed(0)
     values = torch.randn(6, 9), torch.randint(6, (4, 5)), torch.randn(4, 5)
     wanted = values[0].clone().scatter_add_(0, *values[1:])
@@ -274,14 +275,14 @@ def test_an_index_that_is_smaller_goes_where_its_part_of_the_target_is():
         (Replicate(), Shard(1), moved, moved),
         (Replicate(), Replicate(), {}, summed),
     ):
-        target, gradient = spread(values[0], Shard(1)), spread(weights, Shard(1))
+        target, gradient = spread(values[0], placed), spread(weights, placed)
         index, source = spread(values[1], at), spread(values[2], source_at).requires_grad_()
         with redistribute_policy("strict"), CommTrace() as forward:
             target.scatter_add_(0, index, source)
         with CommTrace() as backward:
             target.backward(gradient)
         assert [forward.counts, backward.counts] == costs
-        assert target.placements == (Shard(1),)
+        assert target.placements == (placed,)
         assert torch.equal(target.full_tensor(), wanted)
         assert torch.equal(source.grad.full_tensor(), weights[:, :5].gather(0, values[1]))
     x, index = spread(values[0], Shard(1)), spread(values[1], Shard(1))

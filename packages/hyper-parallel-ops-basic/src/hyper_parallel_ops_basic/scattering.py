@@ -226,8 +226,10 @@ class Scatter(_Write):
         yield from super().strategies(call)
         operands = ["index", *self.sources(call)]
         for d in self._other_sizes(call):  # what is whole has all that any rank needs, what is sharded travels
-            for which in itertools.product((False, True), repeat=len(operands)):
-                yield Strategy(dict.fromkeys(["input", *itertools.compress(operands, which)], S(d)), S(d))
+            for placed in dict.fromkeys([*placed_along(call.spec("input"), d), S(d)]):
+                for which in itertools.product((False, True), repeat=len(operands)):
+                    rest = dict.fromkeys(itertools.compress(operands, which), S(d))
+                    yield Strategy({"input": placed, **rest}, placed)
 
     def _other_sizes(self, call: Call) -> list[int]:
         """The dims, other than the written one, along which index or sources have another size than the target."""
