@@ -105,7 +105,7 @@ class TestVander(Few):
 def test_vander_refuses_what_pytorch_refuses(dtype, powers):
     x = torch.ones(5, dtype=dtype)
     for given in (x, distribute_tensor(x, mesh_of((4,)), [Shard(0)])):
-        with pytest.raises(RuntimeError, match="vander|N must be"):
+        with pytest.raises(RuntimeError, match=r"vander|N must be"):
             torch.linalg.vander(given, N=powers)
 
 
