@@ -144,6 +144,16 @@ class TestAffineGrid(Few):
     samples = (sample(tensor(5, 2, 3), (5, 1, 2, 3), False),)
 
 
+@pytest.mark.ranks(4)
+def test_ranks_that_receive_no_element_take_part_in_second_derivatives():
+    values, places = torch.randn(1, 4), torch.arange(4).view(1, 4)
+    x, at = (distribute_tensor(t, mesh_of((4,)), [Shard(1)]) for t in (values, places))
+    out = F.max_unpool1d(x.requires_grad_(), at, 2)
+    (grad,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    torch.testing.assert_close(second.full_tensor(), 6 * values)
+
+
 class TestColumns(Few):
     op = F.unfold
     samples = (

@@ -122,7 +122,9 @@ class Placing:
             for parts, sent in ((spots, spot), (elements, values)):
                 parts.append(_Sent.apply(sent[leaving], sends, receives, self.group))
         room = values.new_zeros(size + 1)
-        return room.scatter(0, torch.cat(spots), torch.cat(elements))[:-1].view(self.piece)
+        # As a row: to a part of one dim without elements cat's gradient does not lead back, and all ranks have to go there.
+        together = torch.cat([part.unsqueeze(0) for part in elements], 1).squeeze(0)
+        return room.scatter(0, torch.cat(spots), together)[:-1].view(self.piece)
 
     def _counts(self, owners: torch.Tensor, unknown: torch.Tensor) -> tuple[list[int], list[int], bool]:
         """How many elements this rank sends to each member of the group and receives from it, and whether any rank
