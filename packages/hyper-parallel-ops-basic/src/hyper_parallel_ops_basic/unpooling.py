@@ -122,7 +122,7 @@ class Placing:
             for parts, sent in ((spots, spot), (elements, values)):
                 parts.append(_Sent.apply(sent[leaving], sends, receives, self.group))
         room = values.new_zeros(size + 1)
-        # As a row: to a part of one dim without elements cat's gradient does not lead back, and all ranks have to go there.
+        # As rows: of parts of one dim cat's gradient leaves out empty ones, and all ranks have to go on from there.
         together = torch.cat([part.unsqueeze(0) for part in elements], 1).squeeze(0)
         return room.scatter(0, torch.cat(spots), together)[:-1].view(self.piece)
 
