@@ -101,9 +101,8 @@ def locate(index: torch.Tensor, held: Intervals) -> tuple[torch.Tensor, torch.Te
 
 def one_row_more(x: torch.Tensor, dim: int) -> torch.Tensor:
     """``x`` with a row of zeros at the end of ``dim``."""
-    row = list(x.shape)
-    row[dim] = 1
-    return torch.cat([x, x.new_zeros(row)], dim)
+    # Not by cat, whose gradient leaves out an empty part of one dim: all ranks have to go on from there.
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, 1])
 
 
 def pending_lookup(dtype: torch.dtype) -> Partial:
