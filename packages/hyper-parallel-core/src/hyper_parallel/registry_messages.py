@@ -24,9 +24,9 @@ def missing_text(shown: str, names: Iterable[str], plugins: Sequence[PluginRecor
         plugins: those found, in use or not.
     """
     lines = [f"{shown} has no distributed rule"]
-    pack = known_pack(shown)
-    if pack is not None and not any(plugin.dist == pack and plugin.status == "ok" for plugin in plugins):
-        lines.append(f"  {pack} has one, but {how_to_get(pack, plugins)}")
+    way = way_to_get(shown, plugins)
+    if way is not None:
+        lines.append(f"  {way}")
     elif shown.startswith(("torch.distributed.", "torch.ops._c10d_functional.", "torch.ops.c10d.")):
         lines.append(
             "  it takes plain tensors: pass x.to_local(), or say it with layouts: x.redistribute(...), "
@@ -41,6 +41,14 @@ def missing_text(shown: str, names: Iterable[str], plugins: Sequence[PluginRecor
     if left_out:
         lines.append(f"  note: these plugins are left out: {', '.join(left_out)}; see hyper-parallel plugins")
     return "\n".join(lines)
+
+
+def way_to_get(shown: str, plugins: Sequence[PluginRecord]) -> str | None:
+    """Which pack of ours, of those not in use, has a rule for a function, and how to have it; None where none has."""
+    pack = known_pack(shown)
+    if pack is None or any(plugin.dist == pack and plugin.status == "ok" for plugin in plugins):
+        return None
+    return f"{pack} has one, but {how_to_get(pack, plugins)}"
 
 
 def known_pack(shown: str) -> str | None:

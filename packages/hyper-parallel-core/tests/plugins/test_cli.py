@@ -237,6 +237,13 @@ def test_unknown_op_ends_with_one_and_the_near_misses(site):
     assert done.stderr.startswith("hyper-parallel: no op named 'acme_doubel' has a rule; similar: acme_double")
 
 
+def test_unknown_op_of_a_pack_of_ours_ends_with_one_and_the_way_to_get_the_pack(site):
+    done = site.run("-m", "hyper_parallel", "ops", "npu_swiglu", check=False, HYPER_PARALLEL_PLUGINS="")
+    assert done.returncode == 1
+    assert done.stderr.startswith("hyper-parallel: no op named 'npu_swiglu' has a rule here; hyper-parallel-ops-")
+    assert " has one, but is " in done.stderr
+
+
 def test_part_of_a_name_finds_all_that_have_it(site):
     table = "kernels.Gate.apply: {distributed_op_module: acme.rules, distributed_op_class: Gate}"
     site.install("acme", ops=table)

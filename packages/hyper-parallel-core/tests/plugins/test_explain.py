@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hyper_parallel.analysis.fake_world import fake_world, parse_mesh
@@ -164,6 +165,14 @@ def test_fake_world_refuses_to_replace_a_process_group():
         assert dist.get_world_size() == 2
         with pytest.raises(RuntimeError, match="needs a process of its own"), fake_world(2):
             pass
+
+
+@pytest.mark.parametrize(("sent", "received"), [(0, 3), (3, 0), (0, 0), (2, 3)])
+def test_ranks_of_a_fake_world_may_send_and_receive_nothing(sent, received):
+    with fake_world(4):
+        out, splits = torch.empty(received), ([received, 0, 0, 0], [sent, 0, 0, 0])
+        assert dist.all_to_all_single(out, torch.empty(sent), *splits) is None
+        assert dist.all_to_all_single(out, torch.empty(sent), *splits, async_op=True).wait()
 
 
 @pytest.mark.parametrize(("size", "text"), [(3, "3 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")])

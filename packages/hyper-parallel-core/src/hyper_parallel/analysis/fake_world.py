@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hyper_parallel.mesh import DeviceMesh, init_device_mesh
@@ -87,9 +88,31 @@ def _stand_ins() -> dict[Callable[..., Any], Callable[..., Any]]:
     for home in (torch_checkpoint, checkpoint):
         found[home.async_save] = _skipping(home.async_save, _done)
         found |= {function: _skipping(function) for function in (home.save, home.load)}
+    found[dist.all_to_all_single] = _exchanging(dist.all_to_all_single)
     for function in (checkpoint.save_safetensors, dist.init_process_group, dist.destroy_process_group):
         found[function] = _skipping(function)
     return found
+
+
+def _exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``fake`` backend refuses to receive where nothing is sent, and to send where nothing is received."""
+
+    @functools.wraps(function)
+    def exchanged(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not input.numel():
+            input, input_split_sizes = output, output_split_sizes
+        if not output.numel():
+            output, output_split_sizes = input, input_split_sizes
+        return function(output, input, output_split_sizes, input_split_sizes, *args, **kwargs)
+
+    return exchanged
 
 
 def _skipping(function: Callable[..., Any], result: Callable[[], Any] = lambda: None) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from hyper_parallel.function_names import bare_functions, base_names, dotted_fun
 from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.plugins import Command, default_manager
 from hyper_parallel.registry import Registry
+from hyper_parallel.registry_messages import way_to_get
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +80,10 @@ def _listing(entries: Sequence[OpEntry]) -> str:
 
 
 def _unknown(name: str, registry: Registry) -> int:
+    way = way_to_get(name, default_manager().records())
+    if way is not None:
+        print(f"hyper-parallel: no op named {name!r} has a rule here; {way}", file=sys.stderr)
+        return 1
     names = sorted({entry.name for entry in registry.entries()})
     within = [each for each in names if name in each.split(".")]  # as a class in what is listed as Class.apply
     near = within or difflib.get_close_matches(name, names, n=3)
