@@ -57,9 +57,10 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         place, mine = ctx.saved_tensors
         shape, dim, layout = ctx.args
-        to_x = grad.new_zeros(shape)
-        if shape[dim]:
-            to_x.scatter_add_(dim, place, grad.masked_fill(~mine, 0))
+        # A row for a rank without any: all ranks take part in further derivatives.
+        to_x = grad.new_zeros([max(n, 1) if d == dim else n for d, n in enumerate(shape)])
+        to_x.scatter_add_(dim, place, grad.masked_fill(~mine, 0))
+        to_x = to_x if shape[dim] else to_x.narrow(dim, 0, 0)
         every_row = all(n == shape[d] for d, n in enumerate(place.shape) if d != dim)
         if every_row and not to_x.is_inference():  # which has no version that would tell of writes
             _notes[to_x] = _Note(grad.sum(dim, keepdim=True), layout, dim, to_x._version)
