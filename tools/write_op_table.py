@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from hyper_parallel import function_names
 from hyper_parallel.op import DistributedOp, OpSummary
 from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.registry import default_registry
+from hyper_parallel.utils import function_names
 
 TARGET = Path(__file__).parents[1] / "docs" / "ops.md"
 _INTRODUCTION = """\

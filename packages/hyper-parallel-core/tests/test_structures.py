@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_parallel.structures import map_structure, tensors_of
+from hyper_parallel.utils.structures import map_structure, tensors_of
 
 
 @dataclasses.dataclass

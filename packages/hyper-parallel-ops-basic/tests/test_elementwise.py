@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import Shard
-from hyper_parallel.function_names import dotted_function
 from hyper_parallel.plugins import OpTable
 from hyper_parallel.testing import OpConformance, OpUnderTest, at_most, check_op, make, mesh_of, sample, tensor
+from hyper_parallel.utils.function_names import dotted_function
 
 NAMES = sorted(
     entry.name

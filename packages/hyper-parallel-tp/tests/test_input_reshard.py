@@ -21,7 +21,7 @@ from hyper_parallel import (
     input_reshard,
     parallelize_module,
 )
-from hyper_parallel.structures import tensors_of
+from hyper_parallel.utils.structures import tensors_of
 
 R = Replicate()
 BATCH, SEQUENCE, WIDTH = 2, 9, 8  # the sequence is uneven over four ranks

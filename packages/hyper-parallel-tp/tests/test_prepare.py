@@ -27,7 +27,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.autograd_bridge import InFlight
-from hyper_parallel.structures import parts_of
+from hyper_parallel.utils.structures import parts_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

@@ -15,7 +15,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.spec import Spec, make_spec
 from hyper_parallel.strategy import LayoutOp
-from hyper_parallel.structures import map_tensors, tensors_of
+from hyper_parallel.utils.structures import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from hyper_parallel.plan import Rule

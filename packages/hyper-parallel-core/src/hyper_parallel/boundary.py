@@ -16,7 +16,7 @@ from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh
 from hyper_parallel.placements import is_replicate, is_shard
 from hyper_parallel.spec import Spec
-from hyper_parallel.structures import map_structure
+from hyper_parallel.utils.structures import map_structure
 
 
 class Boundary:

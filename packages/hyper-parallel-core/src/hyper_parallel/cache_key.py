@@ -8,7 +8,7 @@ import torch
 
 from hyper_parallel.arguments import counts_as_replica
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.structures import rebuilt
+from hyper_parallel.utils.structures import rebuilt
 
 _BY_VALUE = frozenset([bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout])
 

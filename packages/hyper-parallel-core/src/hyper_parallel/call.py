@@ -15,7 +15,7 @@ from hyper_parallel.foreign_functions import name_of_served
 from hyper_parallel.layout import Layout
 from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.spec import Spec
-from hyper_parallel.structures import rebuilt
+from hyper_parallel.utils.structures import rebuilt
 
 _MISSING = object()
 # What PyTorch's native functions let NumPy's users write (numpy_compatibility_arg_names in its python_arg_parser.cpp).

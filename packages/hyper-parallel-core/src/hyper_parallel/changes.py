@@ -12,7 +12,7 @@ from hyper_parallel.conversion import reduced_form, remembered
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.in_place import vary_in_place
 from hyper_parallel.plan import Plan
-from hyper_parallel.structures import map_tensors
+from hyper_parallel.utils.structures import map_tensors
 
 
 def _as_dtensor(tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:

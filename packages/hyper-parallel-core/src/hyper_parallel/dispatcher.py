@@ -22,7 +22,6 @@ from hyper_parallel.context import Mode, state
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError, RedistributionError
 from hyper_parallel.foreign_functions import name_of_served
-from hyper_parallel.function_names import aten_binding
 from hyper_parallel.in_place import (
     become_view,
     before_write,
@@ -41,8 +40,9 @@ from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_ma
 from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
 from hyper_parallel.shared_memory import assign, note_copies, note_view
 from hyper_parallel.strategy import LayoutOp
-from hyper_parallel.structures import tensors_of
 from hyper_parallel.three_phases import ThreePhaseRule
+from hyper_parallel.utils.function_names import aten_binding
+from hyper_parallel.utils.structures import tensors_of
 from hyper_parallel.wrapper import new_wrapper
 
 __all__ = ["dispatch", "register_function"]

@@ -13,7 +13,7 @@ import inspect
 import types
 from typing import Any
 
-from hyper_parallel.after_import import when_imported
+from hyper_parallel.utils.import_hooks import when_imported
 
 __all__ = ["name_of_served", "serve_apply"]
 
@@ -55,7 +55,7 @@ def _serve(module: types.ModuleType, class_name: str) -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         from hyper_parallel.dispatcher import dispatch
         from hyper_parallel.dtensor import DTensor
-        from hyper_parallel.structures import tensors_of
+        from hyper_parallel.utils.structures import tensors_of
 
         if cls is not function:
             return plain.__get__(None, cls)(*args, **kwargs)

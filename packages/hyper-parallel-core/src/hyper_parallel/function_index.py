@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hyper_parallel import function_names
 from hyper_parallel.foreign_functions import name_of_served
-from hyper_parallel.function_names import Function
+from hyper_parallel.utils import function_names
+from hyper_parallel.utils.function_names import Function
 
 _DOTTED, _BARE, _AUTOMATIC = 3, 2, 1
 
@@ -15,7 +15,7 @@ class FunctionIndex:
     """The functions that some op names mean.
 
     Args:
-        names: bare and dotted op names (:mod:`hyper_parallel.function_names`). A dotted name whose module nobody has
+        names: bare and dotted op names (:mod:`hyper_parallel.utils.function_names`). A dotted name whose module nobody has
             imported means nothing until somebody has.
     """
 

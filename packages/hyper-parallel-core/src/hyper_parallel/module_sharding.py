@@ -21,7 +21,7 @@ from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.mesh import DeviceMesh, mesh_info
 from hyper_parallel.placements import Placement
 from hyper_parallel.replaced_parameters import replaces_parameters
-from hyper_parallel.structures import change_values
+from hyper_parallel.utils.structures import change_values
 
 __all__ = ["ShardingPlan", "shard_module"]
 

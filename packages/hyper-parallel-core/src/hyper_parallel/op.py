@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from hyper_parallel.layout import Layout
-from hyper_parallel.structures import rebuilt
+from hyper_parallel.utils.structures import rebuilt
 
 __all__ = ["DistributedOp", "FunctionOp", "OpSummary"]
 

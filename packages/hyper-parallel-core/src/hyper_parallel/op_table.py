@@ -34,7 +34,7 @@ Keys of an entry:
 
 An op name is bare (``add``: every torch function of that name, with its in-place and operator forms) or dotted
 (``torch.nn.functional.linear``, ``torch.ops.acme.swiglu``: exactly this function); see
-:mod:`hyper_parallel.function_names`. An entry of ``__groups__`` has ``ops``, a list of such names, and no
+:mod:`hyper_parallel.utils.function_names`. An entry of ``__groups__`` has ``ops``, a list of such names, and no
 ``dist_op_name``.
 
 Every problem of a file is reported at once, as ``file:line:column``, with the near miss of a misspelt key.

@@ -16,8 +16,8 @@ from hyper_parallel.meshes import common_mesh
 from hyper_parallel.op import DistributedOp
 from hyper_parallel.placements import is_replicate
 from hyper_parallel.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
-from hyper_parallel.structures import rebuilt
 from hyper_parallel.transition import plan_transition
+from hyper_parallel.utils.structures import rebuilt
 
 CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
 

@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel import function_names
 from hyper_parallel.errors import MissingOpError, PluginError
 from hyper_parallel.foreign_functions import serve_apply
 from hyper_parallel.function_index import FunctionIndex
-from hyper_parallel.function_names import Function
 from hyper_parallel.op_entry import USER, OpEntry, is_building
 from hyper_parallel.op_table import OpTable
 from hyper_parallel.plugins.manager import PluginManager, default_manager
 from hyper_parallel.plugins.record import PluginRecord
 from hyper_parallel.registry_messages import by_provider, conflict_error, listing, missing_text, taken_error
+from hyper_parallel.utils import function_names
+from hyper_parallel.utils.function_names import Function
 
 if TYPE_CHECKING:
     from hyper_parallel.op import DistributedOp
@@ -143,7 +143,7 @@ class Registry:
         """Register a user's op.
 
         Args:
-            name: bare or dotted function name (:mod:`hyper_parallel.function_names`), or any name for
+            name: bare or dotted function name (:mod:`hyper_parallel.utils.function_names`), or any name for
                 :meth:`get` and ``DFunction``.
             op: the op.
             override: take the name although somebody else has it; the op then counts instead of every plugin's.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from hyper_parallel import function_names
 from hyper_parallel._pack_hints import PACK_OF_OP
 from hyper_parallel.errors import OpConflictError
 from hyper_parallel.op_entry import USER, OpEntry
 from hyper_parallel.plugins.environment import DISABLE, PREFER
 from hyper_parallel.plugins.record import PluginRecord, how_to_get
+from hyper_parallel.utils import function_names
 
 TUTORIAL = "docs/write-an-op.md"
 

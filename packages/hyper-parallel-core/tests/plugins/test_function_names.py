@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel import function_names
+from hyper_parallel.utils import function_names
 
 
 class Seen(torch.Tensor):

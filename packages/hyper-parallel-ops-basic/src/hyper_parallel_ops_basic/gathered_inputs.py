@@ -14,7 +14,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.placements import Replicate, is_replicate
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING
-from hyper_parallel.structures import map_tensors
+from hyper_parallel.utils.structures import map_tensors
 
 __all__ = ["gathered_inside"]
 

@@ -15,7 +15,7 @@ from hyper_parallel.families.whole_dims import WholeDims
 from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.strategy import S, Strategy, StrategyOp
-from hyper_parallel.structures import tensors_of
+from hyper_parallel.utils.structures import tensors_of
 
 
 class OfMatrices(StrategyOp):

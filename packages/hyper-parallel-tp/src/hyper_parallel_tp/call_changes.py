@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.forwards import forward_function, set_forward
-from hyper_parallel.structures import change_values
+from hyper_parallel.utils.structures import change_values
 
 Change = Callable[[nn.Module, Any], Any]
 """From the module and a value to the value in its place."""

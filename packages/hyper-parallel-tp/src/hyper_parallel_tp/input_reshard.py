@@ -19,7 +19,7 @@ from hyper_parallel.mesh import mesh_info
 from hyper_parallel.placements import is_replicate
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING, Spec
-from hyper_parallel.structures import map_structure
+from hyper_parallel.utils.structures import map_structure
 
 __all__ = ["input_reshard"]
 

@@ -17,7 +17,7 @@ from hyper_parallel.forwards import forward_function, set_forward
 from hyper_parallel.mesh import MeshInfo, mesh_info
 from hyper_parallel.placements import is_partial, is_replicate, is_shard
 from hyper_parallel.plan import fit_rank
-from hyper_parallel.structures import map_structure, tensors_of
+from hyper_parallel.utils.structures import map_structure, tensors_of
 from hyper_parallel_tp.style import ParallelStyle, checked_placement
 
 __all__ = ["LocalCompute"]

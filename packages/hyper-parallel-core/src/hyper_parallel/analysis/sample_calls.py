@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import get_testing_overrides
 
-from hyper_parallel import function_names
+from hyper_parallel.utils import function_names
 
 __all__ = ["SampleCall", "functions_of", "sample_calls", "short_name"]
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from hyper_parallel import comm
 from hyper_parallel.distribute import distribute_tensor, gather_to_first
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.structures import tensors_of
+from hyper_parallel.utils.structures import tensors_of
 
 __all__ = ["Announced", "announced", "delivered", "full_tensors", "placed"]
 

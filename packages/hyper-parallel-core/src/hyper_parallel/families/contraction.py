@@ -19,7 +19,7 @@ from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.placements import Placement
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
-from hyper_parallel.structures import map_tensors
+from hyper_parallel.utils.structures import map_tensors
 
 
 def contraction_strategies(

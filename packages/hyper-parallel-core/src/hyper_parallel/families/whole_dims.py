@@ -21,7 +21,7 @@ from hyper_parallel.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.redistribute import transition
 from hyper_parallel.spec import NOT_VARYING, inverse
 from hyper_parallel.strategy import S, Strategy, StrategyOp
-from hyper_parallel.structures import rebuilt
+from hyper_parallel.utils.structures import rebuilt
 
 __all__ = ["Dealt", "WholeDims"]
 

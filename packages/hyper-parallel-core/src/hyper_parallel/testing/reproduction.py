@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from hyper_parallel.function_names import display_name
 from hyper_parallel.placements import PackedShard, Partial, Placement, Shard
 from hyper_parallel.testing.inputs import Sample, TensorInput
 from hyper_parallel.testing.layouts import Case, Placed
+from hyper_parallel.utils.function_names import display_name
 
 _HEADER = """\
 # torchrun --nproc-per-node {world} reproduce.py

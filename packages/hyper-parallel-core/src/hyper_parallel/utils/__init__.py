@@ -1,0 +1,1 @@
+"""What has nothing to do with tensors being distributed: nested structures, import hooks, names of functions."""
