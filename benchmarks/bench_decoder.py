@@ -29,7 +29,7 @@ from hyper_parallel import (
     init_device_mesh,
     shard_module,
 )
-from hyper_parallel.spec import TensorMeta
+from hyper_parallel.sharding.spec import TensorMeta
 from hyper_parallel.wrapper import new_wrapper
 
 TP, HIDDEN, HEADS, TOKENS, BATCH = 4, 64, 4, 16, 2

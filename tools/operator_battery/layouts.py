@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hyper_parallel import Partial, Replicate, Shard
-from hyper_parallel.placements import Placement, short
+from hyper_parallel.sharding.placements import Placement, short
 
 Placements = tuple[tuple[Placement, ...], ...]
 """Per tensor argument one placement per mesh axis."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel import Layout, PackedShard, Shard
-from hyper_parallel.boxes import box, chunk_bounds, clip, dim_intervals, local_shape
+from hyper_parallel.sharding.shard_ranges import box, chunk_bounds, clip, dim_intervals, local_shape
 
 NAMES = ("dp", "tp", "pp")
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hyper_parallel import Layout, PackedShard, Partial, Replicate, Shard
-from hyper_parallel.layout import as_layout
+from hyper_parallel.sharding.layout import as_layout
 from hyper_parallel.testing import mesh_of
 
 

@@ -19,9 +19,9 @@ from hyper_parallel import (
     Shard,
     distribute_tensor,
 )
-from hyper_parallel.placements import short
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import contiguous_stride, dual, make_spec
+from hyper_parallel.sharding.placements import short
+from hyper_parallel.sharding.spec import contiguous_stride, dual, make_spec
 from hyper_parallel.testing import make, mesh_of
 from hyper_parallel.testing.layouts import Placed, tensor_placements
 from hyper_parallel.testing.placing import piece_of

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from hyper_parallel import Layout, PackedShard, Partial, Replicate, Shard
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.families.reshaping import reshaped_layout
-from hyper_parallel.placements import is_shard
+from hyper_parallel.sharding.placements import is_shard
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.testing.layouts import tensor_placements
 
 MESHES = ((3,), (2, 2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hyper_parallel import Layout, Partial, Replicate, Shard
-from hyper_parallel.spec import contiguous_stride, dual, make_spec
+from hyper_parallel.sharding.spec import contiguous_stride, dual, make_spec
 from hyper_parallel.testing import mesh_of
 
 

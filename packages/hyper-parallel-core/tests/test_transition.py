@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel import CommTrace, Layout, PackedShard, Partial, Replicate, Shard
-from hyper_parallel.placements import short
+from hyper_parallel.sharding.placements import short
 from hyper_parallel.testing import make, mesh_of
 from hyper_parallel.testing.layouts import Placed, tensor_placements
 from hyper_parallel.testing.placing import piece_of

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh
-from hyper_parallel.mesh import mesh_info
+from hyper_parallel.sharding.mesh import mesh_info
 from hyper_parallel_fsdp import HSDPModule, fully_shard
 from hyper_parallel_fsdp.checks import check_device_of
 from hyper_parallel_fsdp.roles import MeshRoles, mesh_roles

@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from hyper_parallel.factories import randn as randn
     from hyper_parallel.factories import zeros as zeros
     from hyper_parallel.function_sharding import custom_shard as custom_shard
-    from hyper_parallel.layout import Layout as Layout
-    from hyper_parallel.mesh import DeviceMesh as DeviceMesh
-    from hyper_parallel.mesh import init_device_mesh as init_device_mesh
     from hyper_parallel.module_sharding import ShardingPlan as ShardingPlan
     from hyper_parallel.module_sharding import shard_module as shard_module
     from hyper_parallel.op import DistributedOp as DistributedOp
-    from hyper_parallel.placements import PackedShard as PackedShard
-    from hyper_parallel.placements import Partial as Partial
-    from hyper_parallel.placements import Placement as Placement
-    from hyper_parallel.placements import Replicate as Replicate
-    from hyper_parallel.placements import Shard as Shard
     from hyper_parallel.random import manual_seed as manual_seed
     from hyper_parallel.registry import get_distributed_op as get_distributed_op
     from hyper_parallel.registry import load_op_table as load_op_table
     from hyper_parallel.registry import register_distributed_op as register_distributed_op
     from hyper_parallel.same_inputs import require_same_inputs as require_same_inputs
+    from hyper_parallel.sharding.layout import Layout as Layout
+    from hyper_parallel.sharding.mesh import DeviceMesh as DeviceMesh
+    from hyper_parallel.sharding.mesh import init_device_mesh as init_device_mesh
+    from hyper_parallel.sharding.placements import PackedShard as PackedShard
+    from hyper_parallel.sharding.placements import Partial as Partial
+    from hyper_parallel.sharding.placements import Placement as Placement
+    from hyper_parallel.sharding.placements import Replicate as Replicate
+    from hyper_parallel.sharding.placements import Shard as Shard
     from hyper_parallel.strategy import Strategy as Strategy
     from hyper_parallel.strategy import StrategyOp as StrategyOp
     from hyper_parallel.visualization import visualize as visualize

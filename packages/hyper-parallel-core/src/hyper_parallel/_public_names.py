@@ -5,9 +5,9 @@ from __future__ import annotations
 # Modules of core, and the names that ``hyper_parallel`` re-exports from each.
 _CORE = {
     "hyper_parallel.dtensor": ("DTensor",),
-    "hyper_parallel.layout": ("Layout",),
-    "hyper_parallel.mesh": ("DeviceMesh", "init_device_mesh"),
-    "hyper_parallel.placements": ("PackedShard", "Partial", "Placement", "Replicate", "Shard"),
+    "hyper_parallel.sharding.layout": ("Layout",),
+    "hyper_parallel.sharding.mesh": ("DeviceMesh", "init_device_mesh"),
+    "hyper_parallel.sharding.placements": ("PackedShard", "Partial", "Placement", "Replicate", "Shard"),
     "hyper_parallel.distribute": ("distribute_module", "distribute_tensor"),
     "hyper_parallel.factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
     "hyper_parallel.module_sharding": ("ShardingPlan", "shard_module"),

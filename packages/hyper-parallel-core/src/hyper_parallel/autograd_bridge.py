@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hyper_parallel.placements import is_partial
 from hyper_parallel.redistribute import has_other_reductions
+from hyper_parallel.sharding.placements import is_partial
 from hyper_parallel.wrapper_graph import joined, same_as
 
 if TYPE_CHECKING:
     from hyper_parallel.conversion import Form
     from hyper_parallel.dtensor import DTensor
-    from hyper_parallel.spec import Spec
+    from hyper_parallel.sharding.spec import Spec
     from hyper_parallel.steps import Pending
 
 _Tensor: Any = torch.Tensor  # its properties are descriptors, which type checkers take for their values
@@ -209,7 +209,7 @@ def gradient_paths(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
     from hyper_parallel.conversion import convert
     from hyper_parallel.dtensor import DTensor, wrap
-    from hyper_parallel.spec import contiguous_stride, gradient_spec, make_spec
+    from hyper_parallel.sharding.spec import contiguous_stride, gradient_spec, make_spec
 
     spec = tensor._spec
     local = tensor._resolve()

@@ -12,9 +12,9 @@ import torch
 from hyper_parallel.context import Mode
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.foreign_functions import name_of_served
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import MeshInfo
-from hyper_parallel.spec import Spec
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import MeshInfo
+from hyper_parallel.sharding.spec import Spec
 from hyper_parallel.utils.structures import rebuilt
 
 _MISSING = object()

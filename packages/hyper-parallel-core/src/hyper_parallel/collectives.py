@@ -23,11 +23,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Partial, Placement, Replicate, Shard
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel.sharding.spec import NOT_VARYING
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 

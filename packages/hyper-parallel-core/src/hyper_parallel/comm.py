@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import comm_trace
-from hyper_parallel.mesh import AxisGroup
+from hyper_parallel.sharding.mesh import AxisGroup
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,

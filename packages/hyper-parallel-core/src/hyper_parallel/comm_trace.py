@@ -24,7 +24,7 @@ import torch
 from hyper_parallel.context import in_backward
 
 if TYPE_CHECKING:
-    from hyper_parallel.mesh import AxisGroup
+    from hyper_parallel.sharding.mesh import AxisGroup
 
 __all__ = ["CommEvent", "CommTrace"]
 

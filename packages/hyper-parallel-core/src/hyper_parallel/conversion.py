@@ -13,10 +13,10 @@ import torch
 
 from hyper_parallel.autograd_bridge import InFlight
 from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import is_replicate
 from hyper_parallel.redistribute import PLAIN, How, Move, move_of, moved, target_spec
-from hyper_parallel.spec import Spec
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import is_replicate
+from hyper_parallel.sharding.spec import Spec
 
 __all__ = ["convert", "reduced_form", "remembered"]
 

@@ -23,7 +23,7 @@ import torch
 
 from hyper_parallel.dispatcher import dispatch, register_function
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.placements import Placement
+from hyper_parallel.sharding.placements import Placement
 
 __all__ = ["DFunction"]
 

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from hyper_parallel import comm
-from hyper_parallel.boxes import dim_intervals, length, split_intervals
 from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.layout import Layout, as_layout
 from hyper_parallel.local_pieces import check_same
-from hyper_parallel.mesh import AxisGroup, DeviceMesh, mesh_info
-from hyper_parallel.placements import Placement, Replicate, Shard
 from hyper_parallel.redistribute import transition
 from hyper_parallel.replaced_parameters import replaces_parameters
-from hyper_parallel.spec import NOT_VARYING, contiguous_stride, make_spec
+from hyper_parallel.sharding.layout import Layout, as_layout
+from hyper_parallel.sharding.mesh import AxisGroup, DeviceMesh, mesh_info
+from hyper_parallel.sharding.placements import Placement, Replicate, Shard
+from hyper_parallel.sharding.shard_ranges import dim_intervals, length, split_intervals
+from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
 
 __all__ = ["distribute_module", "distribute_tensor"]
 

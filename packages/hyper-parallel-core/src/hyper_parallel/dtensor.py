@@ -18,11 +18,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _types_of_cli
 
 from hyper_parallel import autograd_bridge, torch_state_dicts
 from hyper_parallel.autograd_bridge import Marks
-from hyper_parallel.boxes import local_shape
-from hyper_parallel.layout import Layout, _rebuild_layout, as_layout
 from hyper_parallel.local_pieces import check_ranks_agree, check_replicas_agree, global_shape
-from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.redistribute import (
     How,
     convert_gradient,
@@ -32,7 +28,11 @@ from hyper_parallel.redistribute import (
     target_spec,
     varying_axes,
 )
-from hyper_parallel.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
+from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout
+from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate
+from hyper_parallel.sharding.shard_ranges import local_shape
+from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
 from hyper_parallel.wrapper import Wrapper, new_wrapper
 
 __all__ = ["DTensor", "wrap"]

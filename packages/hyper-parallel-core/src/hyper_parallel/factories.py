@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import local_shape
 from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.layout import Layout, as_layout
-from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Partial, Placement, Replicate
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING, contiguous_stride, make_spec
+from hyper_parallel.sharding.layout import Layout, as_layout
+from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate
+from hyper_parallel.sharding.shard_ranges import local_shape
+from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
 
 __all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
 

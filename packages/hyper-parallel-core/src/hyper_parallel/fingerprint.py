@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hyper_parallel.errors import PluginError
 
 if TYPE_CHECKING:
-    from hyper_parallel.mesh import MeshInfo
+    from hyper_parallel.sharding.mesh import MeshInfo
 
 SHOWN = 12
 """Differences listed per rank."""

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import comm
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import MeshInfo
-from hyper_parallel.placements import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.redistribute import describe, transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import MeshInfo
+from hyper_parallel.sharding.placements import PackedShard, Partial, Replicate, Shard
+from hyper_parallel.sharding.spec import NOT_VARYING
 
 __all__ = ["check_ranks_agree", "check_replicas_agree", "check_same", "global_shape"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hyper_parallel.call import Call, refuse
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import (
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import (
     PackedShard,
     Placement,
     Replicate,

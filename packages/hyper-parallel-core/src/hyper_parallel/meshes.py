@@ -9,9 +9,9 @@ from hyper_parallel.arguments import map_arguments
 from hyper_parallel.call import Call, refuse
 from hyper_parallel.conversion import remembered
 from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import MeshInfo
-from hyper_parallel.placements import is_replicate
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import MeshInfo
+from hyper_parallel.sharding.placements import is_replicate
 
 
 def common_mesh(call: Call) -> MeshInfo | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hyper_parallel.layout import Layout
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.utils.structures import rebuilt
 
 __all__ = ["DistributedOp", "FunctionOp", "OpSummary"]

@@ -10,12 +10,12 @@ import torch
 from hyper_parallel.arguments import make_call, make_call_of
 from hyper_parallel.call import Call, Ref, Solution, refuse
 from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.meshes import common_mesh
 from hyper_parallel.op import DistributedOp
-from hyper_parallel.placements import is_replicate
-from hyper_parallel.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import MeshInfo
+from hyper_parallel.sharding.placements import is_replicate
+from hyper_parallel.sharding.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
 from hyper_parallel.transition import plan_transition
 from hyper_parallel.utils.structures import rebuilt
 

@@ -19,14 +19,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hyper_parallel import comm
-from hyper_parallel.boxes import box
-from hyper_parallel.spec import contiguous_stride
+from hyper_parallel.sharding.shard_ranges import box
+from hyper_parallel.sharding.spec import contiguous_stride
 from hyper_parallel.steps import put
 from hyper_parallel.transition import plan_transition
 
 if TYPE_CHECKING:
-    from hyper_parallel.layout import Layout
-    from hyper_parallel.mesh import MeshInfo
+    from hyper_parallel.sharding.layout import Layout
+    from hyper_parallel.sharding.mesh import MeshInfo
 
 __all__ = ["check_generators", "draw", "embedded", "local_part", "manual_seed"]
 

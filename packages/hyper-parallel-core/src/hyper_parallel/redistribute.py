@@ -1,7 +1,7 @@
 """Change a DTensor's layout, with a backward that is the exact dual.
 
 A forward transition A -> B on values has the backward dual(B) -> dual(A) on gradients
-(:func:`hyper_parallel.spec.dual`), itself such a transition, so second derivatives are right. One autograd function
+(:func:`hyper_parallel.sharding.spec.dual`), itself such a transition, so second derivatives are right. One autograd function
 covers all pairs: all-gather against slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all
 against all-to-all, and so on.
 """
@@ -16,9 +16,9 @@ import torch
 
 from hyper_parallel import comm_trace
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
-from hyper_parallel.spec import Spec, dual, inverse, make_spec
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
+from hyper_parallel.sharding.spec import Spec, dual, inverse, make_spec
 from hyper_parallel.steps import Cast, Pending
 from hyper_parallel.transition import Plan, plan_transition
 
@@ -29,7 +29,7 @@ class Move:
     """What brings local tensors of one global shape from one typed layout to another.
 
     Attributes:
-        order: of the dims in memory, which the result has as well (see :attr:`hyper_parallel.spec.Spec.memory_order`).
+        order: of the dims in memory, which the result has as well (see :attr:`hyper_parallel.sharding.spec.Spec.memory_order`).
         plan: for tensors whose dims are counted in that order, so that nothing has to be copied to be sent.
     """
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel import comm
-from hyper_parallel.mesh import AxisGroup
+from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.wire import wire
 
 Segments = tuple[tuple[int, int], ...]  # (start, length) in local indices, one tuple per tensor dim

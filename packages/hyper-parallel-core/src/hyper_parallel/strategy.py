@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.call import Call, Signature, Solution
-from hyper_parallel.layout import Layout
 from hyper_parallel.matching import Rows, match
 from hyper_parallel.op import DistributedOp
-from hyper_parallel.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard
 
 __all__ = ["LayoutOp", "P", "R", "S", "Strategy", "StrategyOp"]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import Box, Intervals, box, dim_intervals, length, split_intervals
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import AxisGroup
-from hyper_parallel.placements import Partial, Placement, Replicate, is_partial, is_shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import AxisGroup
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_shard
+from hyper_parallel.sharding.shard_ranges import Box, Intervals, box, dim_intervals, length, split_intervals
 from hyper_parallel.steps import (
     AllGather,
     AllReduce,

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.autograd_bridge import InFlight
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Placement
-from hyper_parallel.spec import Spec, dual
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.placements import Placement
+from hyper_parallel.sharding.spec import Spec, dual
 
 __all__ = ["Wrapper", "new_wrapper"]
 

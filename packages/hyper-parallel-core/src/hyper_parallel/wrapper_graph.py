@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.sharding.spec import contiguous_stride, make_spec
 
 _STAND_IN = "hyper_parallel"  # key in a node's metadata
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def _to_leaf(edge: Any, grad: Any) -> Any:
     """The gradient as the source of an edge takes it: a leaf's local gradient, else the DTensor as it is."""
     from hyper_parallel.conversion import convert
     from hyper_parallel.dtensor import DTensor
-    from hyper_parallel.spec import gradient_spec
+    from hyper_parallel.sharding.spec import gradient_spec
 
     node, _ = edge
     if grad is None or not isinstance(node, _AccumulateGrad):

@@ -101,7 +101,7 @@ def test_ops_says_that_both_providers_of_one_implementation_are_in_use(site):
 RULES = """
     from hyper_parallel import DistributedOp, Strategy, StrategyOp
     from hyper_parallel.op import FunctionOp
-    from hyper_parallel.placements import is_shard
+    from hyper_parallel.sharding.placements import is_shard
     from hyper_parallel.call import Solution
     from hyper_parallel.strategy import LayoutOp, P, S
 

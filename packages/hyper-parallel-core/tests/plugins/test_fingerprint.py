@@ -6,7 +6,7 @@ import types
 import torch
 import torch.distributed as dist
 
-import hyper_parallel.mesh as mesh_module
+import hyper_parallel.sharding.mesh as mesh_module
 from hyper_parallel import DistributedOp, Shard, distribute_tensor, init_device_mesh
 from hyper_parallel.errors import PluginError
 from hyper_parallel.plugins import PluginManager, hookimpl

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hyper_parallel import DTensor, comm
-from hyper_parallel.mesh import MeshInfo
-from hyper_parallel.placements import is_shard
+from hyper_parallel.sharding.mesh import MeshInfo
+from hyper_parallel.sharding.placements import is_shard
 
 __all__ = ["clip_grad_norm_"]
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import DTensor
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info, root_mesh
-from hyper_parallel.placements import Partial, Placement, Replicate, Shard, is_replicate
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info, root_mesh
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard, is_replicate
 from hyper_parallel_fsdp.group_info import DataGroups, GroupInfo
 from hyper_parallel_fsdp.roles import MeshRoles, mesh_roles
 

@@ -10,7 +10,7 @@ import torch
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.whole_dims import WholeDims
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Shard
+from hyper_parallel.sharding.placements import Shard
 from hyper_parallel.strategy import R, S, Strategy
 
 

@@ -12,9 +12,9 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.held_indices import locate
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.precision import wide_dtype
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial, Placement, Replicate
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype

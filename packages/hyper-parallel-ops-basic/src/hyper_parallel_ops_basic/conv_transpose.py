@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import Move
-from hyper_parallel.layout import Layout
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.strategy import P, S, Strategy
 
 from .convolution import SlidingKernel, each

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import Move, plain
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import PackedShard
 from hyper_parallel.plan import fit_rank
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .halo import Window

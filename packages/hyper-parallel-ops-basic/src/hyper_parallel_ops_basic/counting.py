@@ -11,8 +11,8 @@ from hyper_parallel.call import Call
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import FunctionOp, OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 from .extremes import local_extreme

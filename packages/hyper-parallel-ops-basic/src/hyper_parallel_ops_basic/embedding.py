@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from hyper_parallel.call import Call, refuse
 from hyper_parallel.families.held_indices import HeldIndices
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Shard
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .exchanging import Exchange, placed_along

@@ -8,7 +8,7 @@ from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.elementwise import shard_if_full
 from hyper_parallel.families.precision import casts_by_term
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial
+from hyper_parallel.sharding.placements import Partial
 from hyper_parallel.strategy import LayoutOp, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.index_writing import neutral_of_number
 

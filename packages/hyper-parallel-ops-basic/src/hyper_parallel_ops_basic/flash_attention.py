@@ -10,9 +10,9 @@ import torch
 
 from hyper_parallel.call import Call
 from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Placement
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Placement
 from hyper_parallel.strategy import R, S, Strategy
 
 from .attention import gathering

@@ -12,10 +12,10 @@ from hyper_parallel.context import state
 from hyper_parallel.conversion import remembered
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import FunctionOp, OpSummary
-from hyper_parallel.placements import Partial, is_partial, is_shard
-from hyper_parallel.spec import NOT_VARYING, make_spec
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, is_partial, is_shard
+from hyper_parallel.sharding.spec import NOT_VARYING, make_spec
 from hyper_parallel.transition import plan_transition
 from hyper_parallel.wire import norm_op
 

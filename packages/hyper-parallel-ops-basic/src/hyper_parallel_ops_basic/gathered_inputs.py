@@ -10,10 +10,10 @@ import torch
 
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Replicate, is_replicate
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Replicate, is_replicate
+from hyper_parallel.sharding.spec import NOT_VARYING
 from hyper_parallel.utils.structures import map_tensors
 
 __all__ = ["gathered_inside"]

@@ -8,9 +8,9 @@ from typing import Any
 from hyper_parallel import comm
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.mesh import MeshInfo
 from hyper_parallel.op import FunctionOp, OpSummary
-from hyper_parallel.placements import is_shard
+from hyper_parallel.sharding.mesh import MeshInfo
+from hyper_parallel.sharding.placements import is_shard
 
 
 class UnscaleGradients(FunctionOp):

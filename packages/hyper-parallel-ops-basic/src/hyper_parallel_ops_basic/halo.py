@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.families.moving import NOTHING, Move, indices_of
-from hyper_parallel.layout import Layout
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 
 __all__ = ["Window"]
 

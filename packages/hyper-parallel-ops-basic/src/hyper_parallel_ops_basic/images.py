@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 

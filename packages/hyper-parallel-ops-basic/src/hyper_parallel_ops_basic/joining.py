@@ -1,7 +1,7 @@
 """Several tensors into one: ``cat``, ``stack``, ``vstack``, ``hstack``.
 
 Concatenating tensors along the dimension that one mesh axis shards needs no communication: each rank joins its pieces,
-which is what a :class:`~hyper_parallel.placements.PackedShard` with the tensors' sections says. Where several axes
+which is what a :class:`~hyper_parallel.sharding.placements.PackedShard` with the tensors' sections says. Where several axes
 shard it no placement says so: one all-to-all brings the elements to a plain shard of the result.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.families.moving import Move, indices_of, pending_rows, plain
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import PackedShard, Placement, is_shard
 from hyper_parallel.plan import fit_rank
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Placement, is_shard
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 

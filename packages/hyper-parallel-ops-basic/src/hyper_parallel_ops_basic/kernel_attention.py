@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard, Placement, Shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Placement, Shard
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .attention import gathering

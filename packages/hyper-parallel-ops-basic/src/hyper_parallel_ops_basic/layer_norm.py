@@ -12,9 +12,9 @@ from hyper_parallel.call import Call
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.families.precision import wide
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import PackedShard, Placement
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Placement
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import widened

@@ -19,9 +19,9 @@ from hyper_parallel.call import Call, Signature
 from hyper_parallel.families.derivatives import first_derivative_only
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.precision import wide_dtype
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import FunctionOp, OpSummary
-from hyper_parallel.placements import Partial, Replicate
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype

@@ -12,8 +12,8 @@ from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.whole_dims import WholeDims
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 from hyper_parallel.utils.structures import tensors_of
 

@@ -11,8 +11,8 @@ from hyper_parallel.call import Call, Signature
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.precision import wide
 from hyper_parallel.families.reduction import Reduction
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 
 _WITH_FLAG = Signature("input, dim, unbiased, keepdim")
 

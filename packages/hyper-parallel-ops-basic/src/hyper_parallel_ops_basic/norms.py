@@ -13,9 +13,9 @@ from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.precision import wide
 from hyper_parallel.families.reduction import Reduction
 from hyper_parallel.families.whole_dims import Dealt
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial, Placement, Replicate
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy
 from hyper_parallel.wire import norm_op
 

@@ -12,7 +12,7 @@ from hyper_parallel.call import Call, Solution
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.op import FunctionOp, OpSummary
-from hyper_parallel.placements import Replicate
+from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.families.moving import NOTHING, Move, indices_of
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard, Shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Shard
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 
 from .halo import Window
 from .planes import held_places

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.families.held_indices import HeldIndices
 from hyper_parallel.families.moving import Move
 from hyper_parallel.families.ranges import Overlap, keep_range, overlaps
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Replicate
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Replicate
+from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel.sharding.spec import NOT_VARYING
 
 from .index_arguments import Index, as_ids, asked_for, check_whole_ids, dims_read
 from .sharded_masks import Beside, ShardedMask

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.families.moving import indices_of
-from hyper_parallel.layout import Layout
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 
 __all__ = ["held_places"]
 

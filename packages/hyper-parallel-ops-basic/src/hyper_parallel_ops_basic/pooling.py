@@ -11,8 +11,8 @@ import torch
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import plain
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .convolution import each

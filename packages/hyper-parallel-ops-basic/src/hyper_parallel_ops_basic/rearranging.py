@@ -13,8 +13,8 @@ from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.families.moving import Move, Moving, pending_rows, plain
 from hyper_parallel.op import FunctionOp, OpSummary
-from hyper_parallel.placements import Partial
 from hyper_parallel.plan import fit_rank
+from hyper_parallel.sharding.placements import Partial
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .joining import packed_or_plain, sections_of

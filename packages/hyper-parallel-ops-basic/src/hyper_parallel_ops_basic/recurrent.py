@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Solution
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import is_shard, on_dim
 from hyper_parallel.random import draw
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import is_shard, on_dim
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 Tensor = torch.Tensor

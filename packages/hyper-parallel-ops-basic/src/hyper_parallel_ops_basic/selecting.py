@@ -15,8 +15,8 @@ from hyper_parallel.call import Call, Signature, Solution
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.families.elementwise import Elementwise, broadcast_shape
 from hyper_parallel.families.over_axes import global_indices
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import FunctionOp, OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import LayoutOp, Strategy
 
 from .factories import settled

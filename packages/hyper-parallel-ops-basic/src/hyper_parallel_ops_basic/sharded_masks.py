@@ -14,11 +14,11 @@ import torch
 
 from hyper_parallel.call import Call, refuse
 from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Shard
 from hyper_parallel.random import local_part
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Shard
+from hyper_parallel.sharding.spec import NOT_VARYING
 
 from .index_arguments import Index, Item, as_ids
 from .picking import Picked, of_dims

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.placements import Replicate
+from hyper_parallel.sharding.placements import Replicate
 
 from .composed import plain_like
 

@@ -11,8 +11,8 @@ from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.precision import LOW
 from hyper_parallel.families.reduction import Reduction
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import widened

@@ -1,7 +1,7 @@
 """One tensor into several along a dimension: ``split``, ``chunk``, ``tensor_split``, ``unbind``.
 
 Along a sharded dimension the pieces stay where they are, without communication, when the shards allow it: a
-:class:`~hyper_parallel.placements.PackedShard` at its section bounds gives plain shards. Otherwise each piece is
+:class:`~hyper_parallel.sharding.placements.PackedShard` at its section bounds gives plain shards. Otherwise each piece is
 sharded anew, all by one all-to-all.
 """
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution, normal_dim, refuse
 from hyper_parallel.families.moving import Move, indices_of, plain
 from hyper_parallel.families.ranges import Kept, keep_range
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Replicate, on_dim
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Replicate, on_dim
+from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel.sharding.spec import NOT_VARYING
 from hyper_parallel.strategy import LayoutOp
 
 

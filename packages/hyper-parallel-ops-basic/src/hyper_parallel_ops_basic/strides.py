@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.moving import pending_rows
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 

@@ -9,8 +9,8 @@ import torch
 
 from hyper_parallel.call import Call, normal_dim
 from hyper_parallel.families.over_axes import OverAxes, global_indices
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import R, S, Strategy
 
 from .along_dim import AlongDim

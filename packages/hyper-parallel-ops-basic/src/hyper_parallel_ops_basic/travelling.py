@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Shard
 from hyper_parallel.strategy import S
 
 from .exchanging import Exchange

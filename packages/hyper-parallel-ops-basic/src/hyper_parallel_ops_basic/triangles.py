@@ -10,8 +10,8 @@ import torch
 from hyper_parallel.call import Call
 from hyper_parallel.families.moving import pending_rows
 from hyper_parallel.families.over_axes import global_indices
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 

@@ -13,9 +13,9 @@ import torch
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial, Placement
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Placement
 from hyper_parallel.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
 
 from .factories import settled

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from hyper_parallel import comm
-from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import plain
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import AxisGroup
 from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import AxisGroup
+from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .planes import held_places

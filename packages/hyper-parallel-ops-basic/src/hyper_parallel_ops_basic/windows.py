@@ -10,8 +10,8 @@ import torch
 from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.families.held_indices import HeldIndices, one_row_more, pending_lookup
 from hyper_parallel.families.moving import pending_rows, plain
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
+from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .halo import Window

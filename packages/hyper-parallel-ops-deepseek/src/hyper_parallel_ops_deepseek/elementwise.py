@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.call import Call, Solution, normal_dim
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.moving import Move, indices_of, plain
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .reference import rotated, with_rotated

@@ -10,11 +10,11 @@ import torch
 from hyper_parallel.call import Call, Ref
 from hyper_parallel.families.contraction import contraction_shape, contraction_strategies
 from hyper_parallel.families.moving import Move
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import PackedShard, Placement
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Placement
+from hyper_parallel.sharding.spec import NOT_VARYING
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.grouped_mm import LABELS, ends_among, held_of_label, with_own_groups
 

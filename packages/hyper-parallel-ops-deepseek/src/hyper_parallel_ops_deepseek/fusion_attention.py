@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.call import Call
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Placement
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Placement
 from hyper_parallel.strategy import R, S
 from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention
 

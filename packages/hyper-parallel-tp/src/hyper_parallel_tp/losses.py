@@ -11,7 +11,7 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Replicate, all_reduce
 from hyper_parallel.conversion import remembered
-from hyper_parallel.placements import is_replicate
+from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel_tp.loss_parallel import loss_parallel
 
 __all__ = ["FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"]

@@ -22,10 +22,10 @@ from hyper_parallel.conversion import remembered
 from hyper_parallel.dtensor import wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.families.derivatives import first_derivative_only
-from hyper_parallel.placements import is_replicate, is_shard, on_dim
 from hyper_parallel.plan import vary_axes
 from hyper_parallel.redistribute import target_spec
-from hyper_parallel.spec import contiguous_stride, make_spec
+from hyper_parallel.sharding.placements import is_replicate, is_shard, on_dim
+from hyper_parallel.sharding.spec import contiguous_stride, make_spec
 from hyper_parallel_tp.sequence_pieces import SequencePieces
 
 __all__ = ["all_gather_linear", "linear_reduce_scatter"]

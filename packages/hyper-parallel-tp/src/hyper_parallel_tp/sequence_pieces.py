@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import torch
 
 from hyper_parallel import Layout, Partial, comm_trace
-from hyper_parallel.boxes import chunk_bounds
 from hyper_parallel.redistribute import describe
+from hyper_parallel.sharding.shard_ranges import chunk_bounds
 from hyper_parallel.steps import Pending
 from hyper_parallel.transition import plan_transition
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, distribute_tensor
 from hyper_parallel.distribute import as_parameter, replicate_rest
-from hyper_parallel.layout import as_layout
 from hyper_parallel.replaced_parameters import replaces_parameters
+from hyper_parallel.sharding.layout import as_layout
 
 __all__ = ["ParallelStyle"]
 

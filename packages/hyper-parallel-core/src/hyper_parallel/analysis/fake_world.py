@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.sharding.mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["fake_world", "parse_mesh"]
 

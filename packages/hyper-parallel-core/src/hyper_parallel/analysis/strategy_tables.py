@@ -14,13 +14,13 @@ from hyper_parallel.arguments import make_call
 from hyper_parallel.call import Call
 from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dtensor import wrap
-from hyper_parallel.layout import Layout
 from hyper_parallel.matching import Row
 from hyper_parallel.op import DistributedOp, FunctionOp
 from hyper_parallel.op_entry import OpEntry
-from hyper_parallel.placements import Placement, Replicate, is_replicate, is_shard, short
 from hyper_parallel.plan import Rule
-from hyper_parallel.spec import make_spec
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Placement, Replicate, is_replicate, is_shard, short
+from hyper_parallel.sharding.spec import make_spec
 from hyper_parallel.strategy import LayoutOp, P, S, StrategyOp
 
 __all__ = ["StrategyTable", "kind_of", "strategy_tables"]

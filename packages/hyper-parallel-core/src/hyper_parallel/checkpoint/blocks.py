@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hyper_parallel.boxes import box
 from hyper_parallel.in_place import before_write
+from hyper_parallel.sharding.shard_ranges import box
 
 if TYPE_CHECKING:
     from hyper_parallel.dtensor import DTensor

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 
 from hyper_parallel.call import Call
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial
 from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 Linear = Literal["no", "each", "sum", "first"]

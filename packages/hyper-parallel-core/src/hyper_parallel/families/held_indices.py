@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from hyper_parallel.boxes import Intervals, dim_intervals
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial
+from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
 
 
 class HeldIndices:

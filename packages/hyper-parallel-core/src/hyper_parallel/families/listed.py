@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.call import Call
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Partial, Placement, Replicate
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 __all__ = ["Listed"]

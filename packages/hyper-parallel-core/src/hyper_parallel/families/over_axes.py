@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from hyper_parallel.boxes import dim_intervals
 from hyper_parallel.families.moving import indices_of
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Replicate, Shard
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Replicate, Shard
+from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel.sharding.spec import NOT_VARYING
 
 __all__ = ["OverAxes"]
 

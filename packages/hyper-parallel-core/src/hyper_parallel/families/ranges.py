@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hyper_parallel.boxes import Intervals, dim_intervals, length
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard, Placement, Shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Placement, Shard
+from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals, length
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)

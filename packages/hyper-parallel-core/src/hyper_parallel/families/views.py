@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution, normal_dim, refuse
 from hyper_parallel.families.held_indices import one_row_more, pending_lookup
 from hyper_parallel.families.reshaping import reshaped_layout
-from hyper_parallel.layout import Layout
 from hyper_parallel.op import OpSummary
-from hyper_parallel.placements import Replicate, is_partial
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Replicate, is_partial
+from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.strategy import LayoutOp
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.boxes import local_shape
 from hyper_parallel.call import Call, Solution
 from hyper_parallel.families.moving import plain
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.redistribute import transition
-from hyper_parallel.spec import NOT_VARYING, inverse
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Placement, Replicate, Shard, on_dim
+from hyper_parallel.sharding.shard_ranges import local_shape
+from hyper_parallel.sharding.spec import NOT_VARYING, inverse
 from hyper_parallel.strategy import S, Strategy, StrategyOp
 from hyper_parallel.utils.structures import rebuilt
 

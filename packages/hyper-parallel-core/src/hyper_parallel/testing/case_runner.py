@@ -16,9 +16,9 @@ from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dispatcher import cached_plans
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import short
-from hyper_parallel.spec import Spec, in_memory_order
+from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.placements import short
+from hyper_parallel.sharding.spec import Spec, in_memory_order
 from hyper_parallel.testing.findings import Findings
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
 from hyper_parallel.testing.layouts import Case

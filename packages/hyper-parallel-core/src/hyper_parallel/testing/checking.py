@@ -14,8 +14,8 @@ import torch
 
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.matching import Row
-from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import Replicate
+from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest
 from hyper_parallel.testing.failures import CaseFailed
 from hyper_parallel.testing.findings import Findings, Problem

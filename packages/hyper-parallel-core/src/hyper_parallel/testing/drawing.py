@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.placements import PackedShard, Placement, Replicate, Shard, on_dim
+from hyper_parallel.sharding.placements import PackedShard, Placement, Replicate, Shard, on_dim
 from hyper_parallel.testing.layouts import Case, Placed, axis_placements, tensor_placements
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import Partial, Replicate
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import Partial, Replicate
 from hyper_parallel.testing.layouts import Case
 from hyper_parallel.transition import plan_transition
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from hyper_parallel.placements import is_partial
+from hyper_parallel.sharding.placements import is_partial
 
 if TYPE_CHECKING:
-    from hyper_parallel.layout import Layout
+    from hyper_parallel.sharding.layout import Layout
 
 Unsupported = Callable[[Sequence["Layout"]], bool]
 MaxCollectives = Mapping[str, int] | Callable[[Sequence["Layout"]], Mapping[str, int]]

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hyper_parallel.layout import Layout
-from hyper_parallel.mesh import DeviceMesh
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, Shard, short
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate, Shard, short
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hyper_parallel.call import Call, NeedsValue
 from hyper_parallel.dispatcher import known_rule
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.matching import Row
-from hyper_parallel.placements import Placement, short
+from hyper_parallel.sharding.placements import Placement, short
 from hyper_parallel.strategy import StrategyOp
 from hyper_parallel.testing.inputs import Sample
 

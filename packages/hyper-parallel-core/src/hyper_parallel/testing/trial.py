@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.matching import Row
-from hyper_parallel.placements import PackedShard, Partial, Shard
+from hyper_parallel.sharding.placements import PackedShard, Partial, Shard
 from hyper_parallel.testing.checking import Outcome
 from hyper_parallel.testing.drawing import InputSpace, drawn, smallest
 from hyper_parallel.testing.failures import RanksFailed, RanksTimedOut

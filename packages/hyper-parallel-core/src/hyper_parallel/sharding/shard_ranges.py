@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hyper_parallel.placements import PackedShard
+from hyper_parallel.sharding.placements import PackedShard
 
 if TYPE_CHECKING:
-    from hyper_parallel.layout import Layout
+    from hyper_parallel.sharding.layout import Layout
 
 Intervals = tuple[tuple[int, int], ...]
 Box = tuple[Intervals, ...]

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.boxes import local_shape
-from hyper_parallel.layout import Layout
-from hyper_parallel.placements import PackedShard, Partial, Placement, Replicate, is_partial
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate, is_partial
+from hyper_parallel.sharding.shard_ranges import local_shape
 
 NOT_VARYING: frozenset[int] = frozenset()
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hyper_parallel.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info, mesh_of_ranks
-from hyper_parallel.placements import (
+from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info, mesh_of_ranks
+from hyper_parallel.sharding.placements import (
     PackedShard,
     Partial,
     Placement,

@@ -1,0 +1,1 @@
+"""Layouts as values: meshes, placements, which rank holds which index range. No tensor and no communication here."""
