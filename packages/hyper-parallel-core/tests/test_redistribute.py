@@ -19,7 +19,7 @@ from hyper_parallel import (
     Shard,
     distribute_tensor,
 )
-from hyper_parallel.redistribute import transition
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.sharding.placements import short
 from hyper_parallel.sharding.spec import contiguous_stride, dual, make_spec
 from hyper_parallel.testing import make, mesh_of

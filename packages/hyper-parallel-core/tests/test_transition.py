@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel import CommTrace, Layout, PackedShard, Partial, Replicate, Shard
+from hyper_parallel.comm.planner import plan_transition
+from hyper_parallel.comm.reduce_ops import norm_op
 from hyper_parallel.sharding.placements import short
 from hyper_parallel.testing import make, mesh_of
 from hyper_parallel.testing.layouts import Placed, tensor_placements
 from hyper_parallel.testing.placing import piece_of
-from hyper_parallel.transition import plan_transition
-from hyper_parallel.wire import norm_op
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 

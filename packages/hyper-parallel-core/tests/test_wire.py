@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, init_device_mesh
-from hyper_parallel.wire import norm_op, norm_order, wire
+from hyper_parallel.comm.reduce_ops import norm_op, norm_order, wire
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

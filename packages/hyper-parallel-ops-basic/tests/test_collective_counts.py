@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
-from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.comm.trace import CommTrace
 
 
 def mesh_2d():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, redistribute_policy
-from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.comm.trace import CommTrace
 from hyper_parallel.plugins import OpTable
 
 SHAPES = [(5, 6), (7,), (1, 4), (), (3, 2, 2)]

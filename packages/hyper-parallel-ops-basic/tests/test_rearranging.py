@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel import PackedShard, Replicate, Shard, distribute_tensor, redistribute_policy
-from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.comm.trace import CommTrace
 from hyper_parallel.testing import OpConformance, at_most, sample, tensor
 from hyper_parallel.testing.checking import mesh_of
 

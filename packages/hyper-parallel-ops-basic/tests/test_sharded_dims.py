@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh, redistribute_policy
-from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.comm.trace import CommTrace
 
 MOVED = {"all_to_all": 1}
 DEALT = {"all_to_all": 2}

@@ -8,11 +8,11 @@ that plugins provide (``fully_shard``, ``ColwiseParallel`` and so on) are reache
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from hyper_parallel.collectives import all_gather as all_gather
-    from hyper_parallel.collectives import all_reduce as all_reduce
-    from hyper_parallel.collectives import all_to_all as all_to_all
-    from hyper_parallel.collectives import reduce_scatter as reduce_scatter
-    from hyper_parallel.comm_trace import CommTrace as CommTrace
+    from hyper_parallel.comm.collectives import all_gather as all_gather
+    from hyper_parallel.comm.collectives import all_reduce as all_reduce
+    from hyper_parallel.comm.collectives import all_to_all as all_to_all
+    from hyper_parallel.comm.collectives import reduce_scatter as reduce_scatter
+    from hyper_parallel.comm.trace import CommTrace as CommTrace
     from hyper_parallel.context import SkipDTensorDispatch as SkipDTensorDispatch
     from hyper_parallel.context import implicit_replication as implicit_replication
     from hyper_parallel.context import redistribute_policy as redistribute_policy

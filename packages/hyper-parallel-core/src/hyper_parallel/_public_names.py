@@ -17,10 +17,10 @@ _CORE = {
     "hyper_parallel.strategy": ("Strategy", "StrategyOp"),
     "hyper_parallel.registry": ("get_distributed_op", "load_op_table", "register_distributed_op"),
     "hyper_parallel.context": ("SkipDTensorDispatch", "implicit_replication", "redistribute_policy"),
-    "hyper_parallel.collectives": ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
+    "hyper_parallel.comm.collectives": ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
     "hyper_parallel.random": ("manual_seed",),
     "hyper_parallel.same_inputs": ("require_same_inputs",),
-    "hyper_parallel.comm_trace": ("CommTrace",),
+    "hyper_parallel.comm.trace": ("CommTrace",),
     "hyper_parallel.visualization": ("visualize",),
     "hyper_parallel.errors": (
         "CheckpointError",

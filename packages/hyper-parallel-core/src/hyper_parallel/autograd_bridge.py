@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hyper_parallel.redistribute import has_other_reductions
+from hyper_parallel.comm.redistribute import has_other_reductions
 from hyper_parallel.sharding.placements import is_partial
 from hyper_parallel.wrapper_graph import joined, same_as
 
 if TYPE_CHECKING:
+    from hyper_parallel.comm.steps import Pending
     from hyper_parallel.conversion import Form
     from hyper_parallel.dtensor import DTensor
     from hyper_parallel.sharding.spec import Spec
-    from hyper_parallel.steps import Pending
 
 _Tensor: Any = torch.Tensor  # its properties are descriptors, which type checkers take for their values
 _grad_fn = _Tensor.grad_fn.__get__

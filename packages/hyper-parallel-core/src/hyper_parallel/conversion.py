@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.autograd_bridge import InFlight
+from hyper_parallel.comm.redistribute import PLAIN, How, Move, move_of, moved, target_spec
 from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.redistribute import PLAIN, How, Move, move_of, moved, target_spec
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import Spec

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel import comm
+from hyper_parallel.comm import primitives as comm
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.local_pieces import check_same
-from hyper_parallel.redistribute import transition
 from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import AxisGroup, DeviceMesh, mesh_info

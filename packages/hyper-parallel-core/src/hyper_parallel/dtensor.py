@@ -18,8 +18,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _types_of_cli
 
 from hyper_parallel import autograd_bridge, torch_state_dicts
 from hyper_parallel.autograd_bridge import Marks
-from hyper_parallel.local_pieces import check_ranks_agree, check_replicas_agree, global_shape
-from hyper_parallel.redistribute import (
+from hyper_parallel.comm.redistribute import (
     How,
     convert_gradient,
     describe,
@@ -28,6 +27,7 @@ from hyper_parallel.redistribute import (
     target_spec,
     varying_axes,
 )
+from hyper_parallel.local_pieces import check_ranks_agree, check_replicas_agree, global_shape
 from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.redistribute import transition
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel import comm
+from hyper_parallel.comm import primitives as comm
+from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.conversion import remembered
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.plan import vary_axes
-from hyper_parallel.redistribute import varying_axes
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard

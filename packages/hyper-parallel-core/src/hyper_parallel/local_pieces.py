@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel import comm
-from hyper_parallel.redistribute import describe, transition
+from hyper_parallel.comm import primitives as comm
+from hyper_parallel.comm.redistribute import describe, transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import PackedShard, Partial, Replicate, Shard

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hyper_parallel.call import Call, refuse
+from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import (
     PackedShard,
@@ -24,7 +25,6 @@ from hyper_parallel.sharding.placements import (
     on_dim,
     short,
 )
-from hyper_parallel.transition import plan_transition
 
 if TYPE_CHECKING:
     from hyper_parallel.strategy import Strategy, StrategyOp

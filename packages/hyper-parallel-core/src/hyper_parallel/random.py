@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hyper_parallel import comm
+from hyper_parallel.comm import primitives as comm
+from hyper_parallel.comm.planner import plan_transition
+from hyper_parallel.comm.steps import put
 from hyper_parallel.sharding.shard_ranges import box
 from hyper_parallel.sharding.spec import contiguous_stride
-from hyper_parallel.steps import put
-from hyper_parallel.transition import plan_transition
 
 if TYPE_CHECKING:
     from hyper_parallel.sharding.layout import Layout

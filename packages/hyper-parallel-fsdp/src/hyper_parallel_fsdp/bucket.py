@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import comm, comm_trace
+from hyper_parallel.comm import primitives as comm
+from hyper_parallel.comm import trace as comm_trace
 from hyper_parallel_fsdp.group_info import DataGroups
 from hyper_parallel_fsdp.parameter import HSDPParam
 
@@ -136,7 +137,7 @@ class Bucket:
                 whole.narrow(param.dim, start, stop - start).copy_(row[: math.prod(shape)].view(shape))
 
     def traced(self, what: str) -> AbstractContextManager[None]:
-        """Say in a :class:`~hyper_parallel.comm_trace.CommTrace` what a collective is for."""
+        """Say in a :class:`~hyper_parallel.comm.trace.CommTrace` what a collective is for."""
         if not comm_trace.is_tracing():
             return nullcontext()
         more = f" and {len(self.params) - 1} more" if len(self.params) > 1 else ""

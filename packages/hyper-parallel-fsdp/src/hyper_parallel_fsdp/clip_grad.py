@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import DTensor, comm
+from hyper_parallel import DTensor
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_shard
 

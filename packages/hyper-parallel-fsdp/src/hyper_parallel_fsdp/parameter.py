@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel import DTensor, comm
+from hyper_parallel import DTensor
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.distribute import as_parameter
 from hyper_parallel.dtensor import wrap
 from hyper_parallel.replaced_parameters import note_replaced

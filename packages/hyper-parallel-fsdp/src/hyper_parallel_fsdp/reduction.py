@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import comm
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel_fsdp.bucket import Bucket
 from hyper_parallel_fsdp.parameter import HSDPParam
 

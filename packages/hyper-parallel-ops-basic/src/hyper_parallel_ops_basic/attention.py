@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.call import Call
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
 from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.op import OpSummary
-from hyper_parallel.redistribute import transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement, Replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import box, length

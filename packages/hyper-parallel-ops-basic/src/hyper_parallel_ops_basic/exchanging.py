@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from hyper_parallel import comm
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.families.moving import Move, indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Shard, on_dim

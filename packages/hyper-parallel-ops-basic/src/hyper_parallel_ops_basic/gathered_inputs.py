@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Solution
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.redistribute import transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, is_replicate
 from hyper_parallel.sharding.spec import NOT_VARYING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel import comm
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.op import FunctionOp, OpSummary

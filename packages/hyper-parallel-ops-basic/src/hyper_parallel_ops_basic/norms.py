@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, normal_dim
+from hyper_parallel.comm.reduce_ops import norm_op
 from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.families.precision import wide
 from hyper_parallel.families.reduction import Reduction
@@ -17,7 +18,6 @@ from hyper_parallel.op import OpSummary
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.strategy import S, Strategy
-from hyper_parallel.wire import norm_op
 
 from .autocast import widened
 from .extremes import local_extreme, tie_share, unfold

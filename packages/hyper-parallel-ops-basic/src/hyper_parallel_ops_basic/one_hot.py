@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import comm
 from hyper_parallel.call import Call, Solution
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.op import FunctionOp, OpSummary

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Solution, normal_dim, refuse
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.families.moving import Move, indices_of, plain
 from hyper_parallel.families.ranges import Kept, keep_range
 from hyper_parallel.op import OpSummary
-from hyper_parallel.redistribute import transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals

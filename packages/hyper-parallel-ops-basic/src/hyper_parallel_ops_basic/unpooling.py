@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import comm
 from hyper_parallel.call import Call, Solution
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.families.empty_pieces import zeros_from
 from hyper_parallel.families.moving import plain
 from hyper_parallel.op import OpSummary

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Ref
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.families.contraction import contraction_shape, contraction_strategies
 from hyper_parallel.families.moving import Move
 from hyper_parallel.op import OpSummary
-from hyper_parallel.redistribute import transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement
 from hyper_parallel.sharding.spec import NOT_VARYING

@@ -7,11 +7,12 @@ from contextlib import nullcontext
 
 import torch
 
-from hyper_parallel import Layout, Partial, comm_trace
-from hyper_parallel.redistribute import describe
+from hyper_parallel import Layout, Partial
+from hyper_parallel.comm import trace as comm_trace
+from hyper_parallel.comm.planner import plan_transition
+from hyper_parallel.comm.redistribute import describe
+from hyper_parallel.comm.steps import Pending
 from hyper_parallel.sharding.shard_ranges import chunk_bounds
-from hyper_parallel.steps import Pending
-from hyper_parallel.transition import plan_transition
 
 __all__ = ["SequencePieces"]
 

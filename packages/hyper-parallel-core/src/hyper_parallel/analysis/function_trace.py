@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hyper_parallel.comm_trace import user_line
+from hyper_parallel.comm.trace import user_line
 
 __all__ = ["FunctionTrace"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import comm
 from hyper_parallel.call import Call, Solution
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import AxisGroup

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.call import Call, Solution
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.families.moving import plain
-from hyper_parallel.redistribute import transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.sharding.shard_ranges import local_shape

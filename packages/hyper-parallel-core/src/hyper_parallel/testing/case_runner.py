@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from hyper_parallel.comm_trace import CommTrace
+from hyper_parallel.comm.trace import CommTrace
 from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dispatcher import cached_plans
 from hyper_parallel.dtensor import DTensor

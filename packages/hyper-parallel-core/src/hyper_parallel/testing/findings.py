@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate
 from hyper_parallel.testing.layouts import Case
-from hyper_parallel.transition import plan_transition
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """The bare collectives, on plain tensors and without autograd. All communication of tensors goes through here, so that
-a :class:`~hyper_parallel.comm_trace.CommTrace` sees it; the comparison of plugins at a mesh's first use does not."""
+a :class:`~hyper_parallel.comm.trace.CommTrace` sees it; the comparison of plugins at a mesh's first use does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel import comm_trace
+from hyper_parallel.comm import trace as comm_trace
 from hyper_parallel.sharding.mesh import AxisGroup
 
 _REDUCE_OPS = {

@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.mesh import AxisGroup
-from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_shard
-from hyper_parallel.sharding.shard_ranges import Box, Intervals, box, dim_intervals, length, split_intervals
-from hyper_parallel.steps import (
+from hyper_parallel.comm.reduce_ops import norm_order
+from hyper_parallel.comm.steps import (
     AllGather,
     AllReduce,
     Exchange,
@@ -30,7 +27,10 @@ from hyper_parallel.steps import (
     Step,
     ZeroPad,
 )
-from hyper_parallel.wire import norm_order
+from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.mesh import AxisGroup
+from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_shard
+from hyper_parallel.sharding.shard_ranges import Box, Intervals, box, dim_intervals, length, split_intervals
 
 __all__ = ["Plan", "plan_transition"]
 

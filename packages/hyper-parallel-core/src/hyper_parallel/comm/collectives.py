@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.redistribute import transition
+from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard

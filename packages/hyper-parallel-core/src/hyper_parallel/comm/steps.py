@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hyper_parallel import comm
+from hyper_parallel.comm import primitives as comm
+from hyper_parallel.comm.reduce_ops import wire
 from hyper_parallel.sharding.mesh import AxisGroup
-from hyper_parallel.wire import wire
 
 Segments = tuple[tuple[int, int], ...]  # (start, length) in local indices, one tuple per tensor dim
 

@@ -162,7 +162,7 @@ def described(change: str, where: str | None = None, phase: str = "forward") -> 
 
 
 def record(op: str, tensor: torch.Tensor, group: AxisGroup) -> None:
-    """Note one collective; called by :mod:`hyper_parallel.comm` only while tracing."""
+    """Note one collective; called by :mod:`hyper_parallel.comm.primitives` only while tracing."""
     change, where, phase = getattr(_running, "context", None) or ("", user_line(), "forward")
     if in_backward():  # an operator's own
         phase = "backward"

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import comm_trace
+from hyper_parallel.comm import trace as comm_trace
+from hyper_parallel.comm.planner import Plan, plan_transition
+from hyper_parallel.comm.steps import Cast, Pending
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
 from hyper_parallel.sharding.spec import Spec, dual, inverse, make_spec
-from hyper_parallel.steps import Cast, Pending
-from hyper_parallel.transition import Plan, plan_transition
 
 Typed = tuple[Layout, frozenset[int]]
 
