@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hyper_parallel import DTensor, Shard, Strategy, StrategyOp, distribute_tensor
+from hyper_parallel._rules.op import DistributedOp
+from hyper_parallel._rules.strategy import S
 from hyper_parallel.errors import MissingOpError
-from hyper_parallel.op import DistributedOp
 from hyper_parallel.registry import Registry, use_registry
-from hyper_parallel.strategy import S
 from hyper_parallel.testing import mesh_of
 from hyper_parallel.utils.import_hooks import when_imported
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from hyper_parallel.op import DistributedOp, OpSummary
+from hyper_parallel._rules.op import DistributedOp, OpSummary
 from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.registry import default_registry
 from hyper_parallel.utils import function_names

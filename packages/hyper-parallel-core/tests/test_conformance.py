@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import Partial, Replicate, Shard, Strategy
-from hyper_parallel.families.contraction import Linear
-from hyper_parallel.families.elementwise import Elementwise
-from hyper_parallel.families.views import Reshape
-from hyper_parallel.strategy import R, S
+from hyper_parallel._rules.families.contraction import Linear
+from hyper_parallel._rules.families.elementwise import Elementwise
+from hyper_parallel._rules.families.views import Reshape
+from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.testing import OpConformance, make, mesh_of, sample, tensor
 from hyper_parallel.testing.drawing import InputSpace, smallest
 from hyper_parallel.testing.function_operators import Rows, distributed
@@ -177,7 +177,7 @@ def test_names_and_reproduction_in_pytest(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import torch\n"
         "from hyper_parallel import StrategyOp, Strategy\n"
-        "from hyper_parallel.strategy import S\n"
+        "from hyper_parallel._rules.strategy import S\n"
         "from hyper_parallel.testing import OpConformance, sample, tensor\n"
         "class Softmax(StrategyOp):\n"
         "    def strategies(self, call):\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hyper_parallel import Shard
-from hyper_parallel.families.elementwise import Elementwise
+from hyper_parallel._rules.families.elementwise import Elementwise
 from hyper_parallel.testing import ConformanceError, OpConformance, OpUnderTest, check_op, conformance, sample, tensor
 from hyper_parallel.testing.function_operators import distributed
 

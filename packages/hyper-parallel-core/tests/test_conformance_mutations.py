@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hyper_parallel import Partial, Shard, Strategy, all_reduce
-from hyper_parallel.call import Solution
+from hyper_parallel._rules.call import Solution
+from hyper_parallel._rules.families.elementwise import Elementwise
+from hyper_parallel._rules.op import FunctionOp
+from hyper_parallel._rules.strategy import LayoutOp, P, R, S
 from hyper_parallel.dtensor import wrap
-from hyper_parallel.families.elementwise import Elementwise
-from hyper_parallel.op import FunctionOp
-from hyper_parallel.strategy import LayoutOp, P, R, S
 from hyper_parallel.testing import (
     ConformanceError,
     OpConformance,

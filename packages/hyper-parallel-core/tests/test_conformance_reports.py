@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hyper_parallel import Strategy
-from hyper_parallel.call import Solution
-from hyper_parallel.strategy import LayoutOp, S
+from hyper_parallel._rules.call import Solution
+from hyper_parallel._rules.strategy import LayoutOp, S
 from hyper_parallel.testing import ConformanceError, OpConformance, RanksFailed, check_op, sample, tensor
 from hyper_parallel.testing.checking import check_cases
 from hyper_parallel.testing.function_operators import Rows, distributed

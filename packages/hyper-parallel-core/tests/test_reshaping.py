@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hyper_parallel import Layout, PackedShard, Partial, Replicate, Shard
-from hyper_parallel.families.reshaping import reshaped_layout
+from hyper_parallel._rules.families.reshaping import reshaped_layout
 from hyper_parallel.sharding.placements import is_shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.testing.layouts import tensor_placements

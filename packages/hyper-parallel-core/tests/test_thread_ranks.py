@@ -25,7 +25,7 @@ def ranks(n, fn, *args, timeout=60.0, **kwargs):
 def rules(tmp_path):
     table = tmp_path / "rules.yaml"
     table.write_text(
-        "__default__: {distributed_op_module: hyper_parallel.families.elementwise, distributed_op_class: Elementwise}\n"
+        "__default__: {distributed_op_module: hyper_parallel._rules.families.elementwise, distributed_op_class: Elementwise}\n"
         "exp: {}\nmul: {params: {linear: each}}\nneg: {params: {linear: first}}\n"
     )
     registry = Registry(PluginManager([], {}), {})

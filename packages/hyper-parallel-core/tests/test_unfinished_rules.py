@@ -2,10 +2,10 @@
 
 import pytest
 
-from hyper_parallel.families.moving import Moving
-from hyper_parallel.families.whole_dims import WholeDims
-from hyper_parallel.op import DistributedOp, FunctionOp
-from hyper_parallel.strategy import LayoutOp, StrategyOp
+from hyper_parallel._rules.families.exchange import Moving
+from hyper_parallel._rules.families.whole_dims import WholeDims
+from hyper_parallel._rules.op import DistributedOp, FunctionOp
+from hyper_parallel._rules.strategy import LayoutOp, StrategyOp
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ that plugins provide (``fully_shard``, ``ColwiseParallel`` and so on) are reache
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from hyper_parallel._rules.op import DistributedOp as DistributedOp
+    from hyper_parallel._rules.strategy import Strategy as Strategy
+    from hyper_parallel._rules.strategy import StrategyOp as StrategyOp
     from hyper_parallel.comm.collectives import all_gather as all_gather
     from hyper_parallel.comm.collectives import all_reduce as all_reduce
     from hyper_parallel.comm.collectives import all_to_all as all_to_all
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from hyper_parallel.function_sharding import custom_shard as custom_shard
     from hyper_parallel.module_sharding import ShardingPlan as ShardingPlan
     from hyper_parallel.module_sharding import shard_module as shard_module
-    from hyper_parallel.op import DistributedOp as DistributedOp
     from hyper_parallel.random import manual_seed as manual_seed
     from hyper_parallel.registry import get_distributed_op as get_distributed_op
     from hyper_parallel.registry import load_op_table as load_op_table
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
     from hyper_parallel.sharding.placements import Placement as Placement
     from hyper_parallel.sharding.placements import Replicate as Replicate
     from hyper_parallel.sharding.placements import Shard as Shard
-    from hyper_parallel.strategy import Strategy as Strategy
-    from hyper_parallel.strategy import StrategyOp as StrategyOp
     from hyper_parallel.visualization import visualize as visualize
 
     __version__: str

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_parallel._rules.call import Call, refuse
 from hyper_parallel.arguments import map_arguments
-from hyper_parallel.call import Call, refuse
 from hyper_parallel.conversion import remembered
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.sharding.layout import Layout

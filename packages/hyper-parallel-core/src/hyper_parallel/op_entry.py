@@ -20,7 +20,7 @@ from hyper_parallel.errors import PluginError
 from hyper_parallel.op_table import TableEntry
 
 if TYPE_CHECKING:
-    from hyper_parallel.op import DistributedOp
+    from hyper_parallel._rules.op import DistributedOp
 
 #: Provider of everything that the program itself registers, as opposed to a plugin.
 USER = "user"
@@ -67,7 +67,7 @@ class OpEntry:
             PluginError: the class cannot be imported, is no DistributedOp, or does not accept the parameters.
         """
         if self.instance is None:
-            from hyper_parallel.op import DistributedOp
+            from hyper_parallel._rules.op import DistributedOp
 
             assert self._make is not None
             try:
@@ -201,7 +201,7 @@ class OpEntry:
         )
 
     def _table_class(self, entry: TableEntry) -> type[DistributedOp]:
-        from hyper_parallel.op import DistributedOp
+        from hyper_parallel._rules.op import DistributedOp
 
         place = entry.module or str(entry.file)
         try:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.call import Call, Ref, Solution, refuse
+from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel.arguments import make_call, make_call_of
-from hyper_parallel.call import Call, Ref, Solution, refuse
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.meshes import common_mesh
-from hyper_parallel.op import DistributedOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate
@@ -38,7 +38,7 @@ class Rule:
     )
 
     def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
-        from hyper_parallel.strategy import LayoutOp
+        from hyper_parallel._rules.strategy import LayoutOp
 
         self.func, self.op, self.name = func, op, name
         generic = not isinstance(op, LayoutOp)
@@ -76,7 +76,7 @@ class Plan:
         pending: whether an input is a pending sum, of which there may be a form that was reduced before.
         ready: whether calls alike can be run as they are.
         may_turn: whether the memory order of results may change from call to call, though calls are alike.
-        is_view, copies: as in :class:`~hyper_parallel.call.Solution`.
+        is_view, copies: as in :class:`~hyper_parallel._rules.call.Solution`.
     """
 
     __slots__ = (

@@ -28,7 +28,7 @@ from hyper_parallel.utils import function_names
 from hyper_parallel.utils.function_names import Function
 
 if TYPE_CHECKING:
-    from hyper_parallel.op import DistributedOp
+    from hyper_parallel._rules.op import DistributedOp
 
 TABLES_FOLDER = "HYPER_PARALLEL_OPS_YAML_DIR"
 
@@ -151,7 +151,7 @@ class Registry:
         Raises:
             OpConflictError: the name is taken and ``override`` is False.
         """
-        from hyper_parallel.op import DistributedOp
+        from hyper_parallel._rules.op import DistributedOp
 
         if not isinstance(op, DistributedOp):
             raise TypeError(f"register_distributed_op takes a DistributedOp instance, not {op!r}")
@@ -310,7 +310,7 @@ class _PluginRegistrar:
     def register(
         self, name: str, op: DistributedOp | Callable[[], DistributedOp], *, override: bool | Sequence[str] = ()
     ) -> None:
-        from hyper_parallel.op import DistributedOp
+        from hyper_parallel._rules.op import DistributedOp
 
         about: dict[str, Any] = {
             "override": override if isinstance(override, bool) else frozenset(override),

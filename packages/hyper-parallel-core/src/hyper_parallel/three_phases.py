@@ -1,4 +1,4 @@
-"""Operators that use the three phases of :class:`~hyper_parallel.op.DistributedOp` themselves."""
+"""Operators that use the three phases of :class:`~hyper_parallel._rules.op.DistributedOp` themselves."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.call import Call, Solution, refuse
 from hyper_parallel.arguments import lifted, make_call, on_locals
 from hyper_parallel.cache_key import scan
-from hyper_parallel.call import Call, Solution, refuse
 from hyper_parallel.changes import changed
 from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.context import state

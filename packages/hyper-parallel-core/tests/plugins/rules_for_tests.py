@@ -1,6 +1,6 @@
 """Rules for tests of the registry, in a module that op tables can name."""
 
-from hyper_parallel.op import DistributedOp
+from hyper_parallel._rules.op import DistributedOp
 
 
 class Rule(DistributedOp):

@@ -100,10 +100,10 @@ def test_ops_says_that_both_providers_of_one_implementation_are_in_use(site):
 
 RULES = """
     from hyper_parallel import DistributedOp, Strategy, StrategyOp
-    from hyper_parallel.op import FunctionOp
+    from hyper_parallel._rules.op import FunctionOp
     from hyper_parallel.sharding.placements import is_shard
-    from hyper_parallel.call import Solution
-    from hyper_parallel.strategy import LayoutOp, P, S
+    from hyper_parallel._rules.call import Solution
+    from hyper_parallel._rules.strategy import LayoutOp, P, S
 
     class Rows(StrategyOp):
         signature = "input, other"
@@ -171,7 +171,7 @@ def test_ops_says_what_is_communicated_as_the_table_of_operators_does(site):
         "acme", ops="ldexp: {distributed_op_module: hp_acme.rules, distributed_op_class: Costly, override: true}"
     )
     summary = """
-        from hyper_parallel.op import OpSummary
+        from hyper_parallel._rules.op import OpSummary
         class Costly(Rows):
             summary = OpSummary(
                 "every dim",

@@ -49,7 +49,7 @@ PROGRAM = """
 """
 
 RULES = """
-    __default__: {distributed_op_module: hyper_parallel.families.elementwise, distributed_op_class: Elementwise}
+    __default__: {distributed_op_module: hyper_parallel._rules.families.elementwise, distributed_op_class: Elementwise}
     exp: {}
     mul: {params: {linear: each}}
 """

@@ -222,7 +222,7 @@ def test_platforms(make_plugin):
 
 
 def test_faults_of_every_kind_do_not_break_an_unrelated_program(site):
-    rule = "{distributed_op_module: hyper_parallel.families.elementwise, distributed_op_class: Elementwise}"
+    rule = "{distributed_op_module: hyper_parallel._rules.families.elementwise, distributed_op_class: Elementwise}"
     site.install("good", ops=f"sinc: {rule}\n")
     site.install("bad", "raise OSError('no licence')")
     site.install("old", api=2)

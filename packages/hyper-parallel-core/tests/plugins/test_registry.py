@@ -40,7 +40,7 @@ def test_name_of_no_torch_function_is_found_by_name(registry_with):
 
 def test_class_in_a_file_beside_the_table(registry_with, tmp_path, table):
     (tmp_path / "rules.py").write_text(
-        "from hyper_parallel.op import DistributedOp\nclass FileRule(DistributedOp):\n    pass\n"
+        "from hyper_parallel._rules.op import DistributedOp\nclass FileRule(DistributedOp):\n    pass\n"
     )
     registry = registry_with()
     registry.load_table(

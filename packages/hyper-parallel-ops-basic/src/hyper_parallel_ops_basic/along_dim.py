@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim
-from hyper_parallel.families.whole_dims import WholeDims
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, normal_dim
+from hyper_parallel._rules.families.whole_dims import WholeDims
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import R, S, Strategy
 from hyper_parallel.sharding.placements import Shard
-from hyper_parallel.strategy import R, S, Strategy
 
 
 class AlongDim(WholeDims):

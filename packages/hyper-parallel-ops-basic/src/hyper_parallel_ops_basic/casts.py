@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.families.precision import casts_by_term
+from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.families.precision import casts_by_term
-from hyper_parallel.op import FunctionOp, OpSummary
 
 
 class Cast(FunctionOp):

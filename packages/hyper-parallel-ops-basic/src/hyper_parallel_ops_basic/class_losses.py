@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.held_indices import locate
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.families.precision import wide_dtype
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.held_indices import locate
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.families.precision import wide_dtype
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
 from .class_parallel import ClassShard, class_parallel_losses, weight_of

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.families.derivatives import first_derivative_only
-from hyper_parallel.families.held_indices import locate
-from hyper_parallel.families.over_axes import OverAxes
+from hyper_parallel._rules.families.derivatives import first_derivative_only
+from hyper_parallel._rules.families.held_indices import locate
+from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
 

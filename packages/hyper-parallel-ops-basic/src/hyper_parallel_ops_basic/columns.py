@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.moving import Move, indices_of, plain
-from hyper_parallel.families.ranges import merged
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.empty_shards import zeros_from
+from hyper_parallel._rules.families.exchange import Move, indices_of, plain
+from hyper_parallel._rules.families.ranges import merged
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals, length, local_shape
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .convolution import each
 from .halo import Window

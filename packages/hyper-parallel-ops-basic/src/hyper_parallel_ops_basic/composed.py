@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Signature
-from hyper_parallel.families.overwriting import overwrite
-from hyper_parallel.op import FunctionOp, OpSummary
+from hyper_parallel._rules.call import Signature
+from hyper_parallel._rules.families.overwriting import overwrite
+from hyper_parallel._rules.op import FunctionOp, OpSummary
 
 _CHECKS = (
     "has_torch_function",

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.moving import Move
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.empty_shards import zeros_from
+from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.strategy import P, S, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.strategy import P, S, Strategy
 
 from .convolution import SlidingKernel, each
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.op import FunctionOp, OpSummary
+from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.dispatcher import dispatch
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 from .extremes import local_extreme
 from .one_hot import number_of_classes

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp, S, Strategy, StrategyOp
 from hyper_parallel.random import draw
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial
-from hyper_parallel.strategy import LayoutOp, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.factories import settled
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.call import Call, refuse
-from hyper_parallel.families.held_indices import HeldIndices
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, refuse
+from hyper_parallel._rules.families.held_indices import HeldIndices
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .exchanging import Exchange, placed_along
 

@@ -10,13 +10,13 @@ import math
 
 import torch
 
+from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.strategy import S
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.families.moving import Move, indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Shard, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals, local_shape
 from hyper_parallel.sharding.spec import Spec
-from hyper_parallel.strategy import S
 
 __all__ = ["Exchange", "placed_along"]
 

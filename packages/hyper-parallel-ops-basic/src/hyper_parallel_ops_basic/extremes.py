@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel.families.over_axes import OverAxes, global_indices
-from hyper_parallel.families.reduction import Reduction
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
+from hyper_parallel._rules.families.reduction import Reduction
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard
-from hyper_parallel.strategy import S, Strategy
 
 _NOWHERE = torch.iinfo(torch.int64).max
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
-from hyper_parallel.strategy import LayoutOp
 
 
 def settled(layout: Layout) -> Layout:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.elementwise import shard_if_full
-from hyper_parallel.families.precision import casts_by_term
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.elementwise import shard_if_full
+from hyper_parallel._rules.families.precision import casts_by_term
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp, S, Strategy, StrategyOp
 from hyper_parallel.sharding.placements import Partial
-from hyper_parallel.strategy import LayoutOp, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.index_writing import neutral_of_number
 
 

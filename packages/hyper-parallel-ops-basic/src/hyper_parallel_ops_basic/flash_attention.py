@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.empty_shards import zeros_from
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import R, S, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
-from hyper_parallel.strategy import R, S, Strategy
 
 from .attention import gathering
 from .kernel_attention import Arguments, Change, Form, KernelAttention, end_of_keys

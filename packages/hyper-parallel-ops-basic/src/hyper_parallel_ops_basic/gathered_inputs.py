@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
+from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.held_indices import HeldIndices, pending_lookup
-from hyper_parallel.families.moving import Move
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.held_indices import HeldIndices, pending_lookup
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, on_dim
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .exchanging import Exchange, placed_along
 from .lookup import Lookup

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_shard
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.contraction import contraction_shape, contraction_strategies
-from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.contraction import contraction_shape, contraction_strategies
+from hyper_parallel._rules.families.empty_shards import zeros_from
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
-from hyper_parallel.strategy import Strategy, StrategyOp
 
 __all__ = ["GroupedMM", "plain_grouped_mm"]
 

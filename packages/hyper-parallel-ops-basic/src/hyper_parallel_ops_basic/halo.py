@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hyper_parallel.families.moving import NOTHING, Move, indices_of
+from hyper_parallel._rules.families.exchange import NOTHING, Move, indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 
 class AffineGrid(StrategyOp):

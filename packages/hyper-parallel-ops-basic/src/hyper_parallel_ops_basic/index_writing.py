@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Ref, Solution, refuse
+from hyper_parallel._rules.call import Call, Ref, Solution, refuse
+from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.families.precision import casts_by_term
+from hyper_parallel._rules.families.ranges import keep_range, overlaps
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp, P, S
 from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.families.moving import Move, indices_of
-from hyper_parallel.families.precision import casts_by_term
-from hyper_parallel.families.ranges import keep_range, overlaps
-from hyper_parallel.op import OpSummary
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate, Shard, is_replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.sharding.spec import Spec
-from hyper_parallel.strategy import LayoutOp, P, S
 
 from .gathered_inputs import gathered_inside
 from .index_arguments import Index, parts_of

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution, normal_dim
+from hyper_parallel._rules.call import Call, Solution, normal_dim
+from hyper_parallel._rules.families.exchange import Move, plain
+from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_more, pending_lookup
+from hyper_parallel._rules.families.ranges import keep_range
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import R, S, Strategy, StrategyOp
 from hyper_parallel.dtensor import wrap
-from hyper_parallel.families.held_indices import HeldIndices, one_row_more, pending_lookup
-from hyper_parallel.families.moving import Move, plain
-from hyper_parallel.families.ranges import keep_range
-from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec, memory_order
-from hyper_parallel.strategy import R, S, Strategy, StrategyOp
 
 from .exchanging import Exchange, placed_along
 from .index_arguments import Index, Item, as_ids, asked_for, check_whole_ids, parts_of

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .attention import gathering
 

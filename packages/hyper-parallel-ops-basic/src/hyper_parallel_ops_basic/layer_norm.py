@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.derivatives import first_derivative_only
-from hyper_parallel.families.over_axes import OverAxes, global_indices
-from hyper_parallel.families.precision import wide
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.derivatives import first_derivative_only
+from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
+from hyper_parallel._rules.families.precision import wide
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import widened
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from hyper_parallel.call import Call, Signature
-from hyper_parallel.families.derivatives import first_derivative_only
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.families.precision import wide_dtype
-from hyper_parallel.op import FunctionOp, OpSummary
+from hyper_parallel._rules.call import Call, Signature
+from hyper_parallel._rules.families.derivatives import first_derivative_only
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.families.precision import wide_dtype
+from hyper_parallel._rules.op import FunctionOp, OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import loss_dtype
 from .class_losses import reduced_losses, unknown_targets, weight_is_sharded, weight_placement

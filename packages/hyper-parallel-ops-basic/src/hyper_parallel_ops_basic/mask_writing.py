@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.elementwise import broadcast_shape
-from hyper_parallel.families.moving import Move
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.elementwise import broadcast_shape
+from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp, S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard, is_replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import Spec
-from hyper_parallel.strategy import LayoutOp, S
 
 from .factories import settled
 from .picking import Picked, of_dims

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim
-from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.whole_dims import WholeDims
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, normal_dim
+from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel._rules.families.empty_shards import zeros_from
+from hyper_parallel._rules.families.whole_dims import WholeDims
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 from hyper_parallel.utils.structures import tensors_of
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Signature
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.families.precision import wide
-from hyper_parallel.families.reduction import Reduction
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Signature
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.families.precision import wide
+from hyper_parallel._rules.families.reduction import Reduction
+from hyper_parallel._rules.op import OpSummary
 from hyper_parallel.sharding.layout import Layout
 
 _WITH_FLAG = Signature("input, dim, unbiased, keepdim")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.call import Signature
-from hyper_parallel.op import FunctionOp, OpSummary
+from hyper_parallel._rules.call import Signature
+from hyper_parallel._rules.op import FunctionOp, OpSummary
 
 _REDUCTIONS = ("none", "mean", "sum")
 

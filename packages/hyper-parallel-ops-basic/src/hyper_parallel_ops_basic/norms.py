@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim
+from hyper_parallel._rules.call import Call, normal_dim
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.families.precision import wide
+from hyper_parallel._rules.families.reduction import Reduction
+from hyper_parallel._rules.families.whole_dims import Dealt
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy
 from hyper_parallel.comm.reduce_ops import norm_op
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.families.precision import wide
-from hyper_parallel.families.reduction import Reduction
-from hyper_parallel.families.whole_dims import Dealt
-from hyper_parallel.op import OpSummary
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
-from hyper_parallel.strategy import S, Strategy
 
 from .autocast import widened
 from .extremes import local_extreme, tie_share, unfold

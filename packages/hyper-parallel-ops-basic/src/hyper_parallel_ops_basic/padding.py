@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.moving import NOTHING, Moving
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.empty_shards import zeros_from
+from hyper_parallel._rules.families.exchange import NOTHING, Moving
+from hyper_parallel._rules.op import OpSummary
 
 
 class Pad(Moving):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.families.moving import NOTHING, Move, indices_of
+from hyper_parallel._rules.families.exchange import NOTHING, Move, indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
 from hyper_parallel.dtensor import wrap
-from hyper_parallel.families.moving import Move, indices_of
-from hyper_parallel.families.over_axes import OverAxes, global_indices
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals

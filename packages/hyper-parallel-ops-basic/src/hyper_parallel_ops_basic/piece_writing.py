@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.held_indices import HeldIndices
+from hyper_parallel._rules.families.ranges import Overlap, keep_range, overlaps
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.families.held_indices import HeldIndices
-from hyper_parallel.families.moving import Move
-from hyper_parallel.families.ranges import Overlap, keep_range, overlaps
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.sharding.shard_ranges import dim_intervals

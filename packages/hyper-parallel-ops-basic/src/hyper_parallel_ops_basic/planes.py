@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel.families.moving import indices_of
+from hyper_parallel._rules.families.exchange import indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 

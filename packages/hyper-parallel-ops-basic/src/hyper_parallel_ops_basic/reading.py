@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.op import FunctionOp, OpSummary
 
 
 class Read(FunctionOp):

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel.context import state
 from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.in_place import before_write
-from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.random import check_generators, draw, embedded, local_part
 from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec

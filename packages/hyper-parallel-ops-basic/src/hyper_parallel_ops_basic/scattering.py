@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.held_indices import HeldIndices
-from hyper_parallel.families.moving import Move, indices_of
-from hyper_parallel.families.overwriting import overwrite
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.families.held_indices import HeldIndices
+from hyper_parallel._rules.families.overwriting import overwrite
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .exchanging import Exchange, placed_along
 from .gathered_inputs import gathered_inside

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Signature, Solution
+from hyper_parallel._rules.call import Call, Signature, Solution
+from hyper_parallel._rules.families.elementwise import Elementwise, broadcast_shape
+from hyper_parallel._rules.families.over_axes import global_indices
+from hyper_parallel._rules.op import FunctionOp, OpSummary
+from hyper_parallel._rules.strategy import LayoutOp, Strategy
 from hyper_parallel.dispatcher import dispatch
-from hyper_parallel.families.elementwise import Elementwise, broadcast_shape
-from hyper_parallel.families.over_axes import global_indices
-from hyper_parallel.op import FunctionOp, OpSummary
 from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.strategy import LayoutOp, Strategy
 
 from .factories import settled
 from .picking import Picked, by_data, known

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, refuse
+from hyper_parallel._rules.call import Call, refuse
+from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.families.over_axes import OverAxes
 from hyper_parallel.random import local_part
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.families.precision import LOW
-from hyper_parallel.families.reduction import Reduction
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, normal_dim
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.families.precision import LOW
+from hyper_parallel._rules.families.reduction import Reduction
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .autocast import widened
 from .extremes import local_extreme

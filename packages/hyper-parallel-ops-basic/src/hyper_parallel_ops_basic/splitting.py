@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution, normal_dim, refuse
+from hyper_parallel._rules.call import Call, Solution, normal_dim, refuse
+from hyper_parallel._rules.families.exchange import Move, indices_of, plain
+from hyper_parallel._rules.families.ranges import Kept, keep_range
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.families.moving import Move, indices_of, plain
-from hyper_parallel.families.ranges import Kept, keep_range
-from hyper_parallel.op import OpSummary
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.sharding.spec import NOT_VARYING
-from hyper_parallel.strategy import LayoutOp
 
 
 class Split(LayoutOp):

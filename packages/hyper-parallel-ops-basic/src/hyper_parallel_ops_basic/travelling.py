@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.strategy import S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
-from hyper_parallel.strategy import S
 
 from .exchanging import Exchange
 from .index_arguments import Index, Item, as_ids

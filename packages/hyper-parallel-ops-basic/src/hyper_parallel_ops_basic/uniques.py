@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
-from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement
-from hyper_parallel.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
 
 from .factories import settled
 from .picking import by_data, known, of_dims

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.empty_shards import zeros_from
+from hyper_parallel._rules.families.exchange import plain
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.families.empty_pieces import zeros_from
-from hyper_parallel.families.moving import plain
-from hyper_parallel.op import OpSummary
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.shard_ranges import local_shape
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .planes import held_places
 

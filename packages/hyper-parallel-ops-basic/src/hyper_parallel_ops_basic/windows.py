@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution, normal_dim
-from hyper_parallel.families.held_indices import HeldIndices, one_row_more, pending_lookup
-from hyper_parallel.families.moving import pending_rows, plain
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution, normal_dim
+from hyper_parallel._rules.families.exchange import pending_rows, plain
+from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_more, pending_lookup
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 from .halo import Window
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from hyper_parallel.call import Call
+from hyper_parallel._rules.call import Call
 from hyper_parallel_ops_basic.kernel_attention import Arguments, end_of_keys
 
 from .reference import left_out

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution, normal_dim
-from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel.families.moving import Move, indices_of, plain
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution, normal_dim
+from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel._rules.families.exchange import Move, indices_of, plain
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
 
 from .reference import rotated, with_rotated
 

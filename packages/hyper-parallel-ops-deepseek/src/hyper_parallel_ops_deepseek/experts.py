@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Ref
+from hyper_parallel._rules.call import Call, Ref
+from hyper_parallel._rules.families.contraction import contraction_shape, contraction_strategies
+from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.families.contraction import contraction_shape, contraction_strategies
-from hyper_parallel.families.moving import Move
-from hyper_parallel.op import OpSummary
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement
 from hyper_parallel.sharding.spec import NOT_VARYING
-from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel_ops_basic.grouped_mm import LABELS, ends_among, held_of_label, with_own_groups
 
 from .reference import group_ends, sorted_by_expert, weighted_sum

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.call import Call
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
-from hyper_parallel.strategy import R, S
 from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention
 
 from .attention_band import Band, row_dim

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.sharding.placements import Placement
-from hyper_parallel.strategy import R, S
 from hyper_parallel_ops_basic.layer_norm import Normalise, RowNorm
 
 __all__ = ["NpuAddRMSNorm", "NpuRMSNorm"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hyper_parallel.call import Call
-from hyper_parallel.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel.op import OpSummary
-from hyper_parallel.strategy import P, S, Strategy, StrategyOp
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 
 
 class SolveTriangular(StrategyOp):

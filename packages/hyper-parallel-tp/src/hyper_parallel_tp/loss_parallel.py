@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import DeviceMesh, DTensor, Replicate, all_gather, implicit_replication
-from hyper_parallel.families.precision import LOW
+from hyper_parallel._rules.families.precision import LOW
 from hyper_parallel.sharding.mesh import mesh_info
 from hyper_parallel.sharding.shard_ranges import chunk_bounds
 

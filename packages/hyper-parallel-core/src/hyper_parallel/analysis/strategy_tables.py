@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.matching import Row
+from hyper_parallel._rules.op import DistributedOp, FunctionOp
+from hyper_parallel._rules.strategy import LayoutOp, P, S, StrategyOp
 from hyper_parallel.analysis.fake_world import fake_mesh
 from hyper_parallel.analysis.sample_calls import SampleCall, sample_calls
 from hyper_parallel.arguments import make_call
-from hyper_parallel.call import Call
 from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dtensor import wrap
-from hyper_parallel.matching import Row
-from hyper_parallel.op import DistributedOp, FunctionOp
 from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.plan import Rule
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, is_replicate, is_shard, short
 from hyper_parallel.sharding.spec import make_spec
-from hyper_parallel.strategy import LayoutOp, P, S, StrategyOp
 
 __all__ = ["StrategyTable", "kind_of", "strategy_tables"]
 

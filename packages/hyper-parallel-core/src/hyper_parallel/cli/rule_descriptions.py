@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hyper_parallel._rules.op import OpSummary
     from hyper_parallel.analysis.strategy_tables import StrategyTable
-    from hyper_parallel.op import OpSummary
     from hyper_parallel.op_entry import OpEntry
 
 LEGEND = "R: replicate, S(d): shard of dim d, P(op): pending reduction"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from hyper_parallel.op import DistributedOp
+    from hyper_parallel._rules.op import DistributedOp
 
 
 class OpRegistrar(Protocol):

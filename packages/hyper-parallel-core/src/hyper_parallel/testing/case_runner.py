@@ -199,7 +199,9 @@ class CaseRunner:
             return f"the inputs are laid out for a listed strategy, yet it was refused: {error}"
         if self.policy == "auto":
             return f"refused, although redistribution is allowed: {type(error).__name__}: {error}"
-        return f"a refusal must be the standard RedistributionError (see hyper_parallel.call.refuse), got {error!r}"
+        return (
+            f"a refusal must be the standard RedistributionError (see hyper_parallel._rules.call.refuse), got {error!r}"
+        )
 
     def _compare_structure(self, result: Any) -> list[Any] | None:
         outputs, structure = pytree.tree_flatten(result)

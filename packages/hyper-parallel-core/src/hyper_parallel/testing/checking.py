@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel._rules.matching import Row
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.matching import Row
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hyper_parallel.matching import Row
+from hyper_parallel._rules.matching import Row
 from hyper_parallel.testing.case_runner import OpUnderTest
 from hyper_parallel.testing.checking import Outcome, check_cases, listed_rows
 from hyper_parallel.testing.failures import RanksFailed

@@ -10,8 +10,8 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
-from hyper_parallel.call import Call
-from hyper_parallel.strategy import Strategy, StrategyOp
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.strategy import Strategy, StrategyOp
 
 
 def distributed(kind: Callable[..., Any], **params: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -9,13 +9,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hyper_parallel._rules.call import Call, NeedsValue
+from hyper_parallel._rules.matching import Row
+from hyper_parallel._rules.strategy import StrategyOp
 from hyper_parallel.arguments import make_call
-from hyper_parallel.call import Call, NeedsValue
 from hyper_parallel.dispatcher import known_rule
 from hyper_parallel.dtensor import DTensor
-from hyper_parallel.matching import Row
 from hyper_parallel.sharding.placements import Placement, short
-from hyper_parallel.strategy import StrategyOp
 from hyper_parallel.testing.inputs import Sample
 
 

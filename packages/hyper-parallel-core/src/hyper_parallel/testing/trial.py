@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.matching import Row
+from hyper_parallel._rules.matching import Row
 from hyper_parallel.sharding.placements import PackedShard, Partial, Shard
 from hyper_parallel.testing.checking import Outcome
 from hyper_parallel.testing.drawing import InputSpace, drawn, smallest

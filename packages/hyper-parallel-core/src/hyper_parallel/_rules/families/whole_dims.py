@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.families.exchange import plain
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.families.moving import plain
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, inverse
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 from hyper_parallel.utils.structures import rebuilt
 
 __all__ = ["Dealt", "WholeDims"]

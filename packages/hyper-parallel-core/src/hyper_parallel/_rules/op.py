@@ -2,7 +2,7 @@
 
 Three phases: ``preprocess`` binds the arguments (every call), ``infer_layout`` checks and decides (cached),
 ``get_expand_impl`` gives the function that runs on the local tensors. Most operators need less: a line in a YAML table,
-or a :class:`~hyper_parallel.strategy.StrategyOp` that lists legal placements.
+or a :class:`~hyper_parallel._rules.strategy.StrategyOp` that lists legal placements.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, normal_dim
-from hyper_parallel.families.over_axes import OverAxes
-from hyper_parallel.families.precision import casts_by_term, wide_dtype
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, normal_dim
+from hyper_parallel._rules.families.over_axes import OverAxes
+from hyper_parallel._rules.families.precision import casts_by_term, wide_dtype
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 __all__ = ["Mean", "Product", "Reduction", "Sum"]
 

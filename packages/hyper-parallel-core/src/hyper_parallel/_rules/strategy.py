@@ -12,7 +12,7 @@
             yield Strategy({"input": P, "index": S(0), "source": S(dim)}, P)    # sharded sources leave a pending sum
 
 Inputs that a row does not name are Replicate, and "everything Replicate" is always legal. How the rows of a call are
-matched with its inputs: :mod:`hyper_parallel.matching`.
+matched with its inputs: :mod:`hyper_parallel._rules.matching`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.call import Call, Signature, Solution
-from hyper_parallel.matching import Rows, match
-from hyper_parallel.op import DistributedOp
+from hyper_parallel._rules.call import Call, Signature, Solution
+from hyper_parallel._rules.matching import Rows, match
+from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard
 
@@ -57,7 +57,7 @@ class Strategy:
 
 
 class LayoutOp(DistributedOp):
-    """A rule that decides from a :class:`~hyper_parallel.call.Call`; :meth:`solve` is all that a subclass writes.
+    """A rule that decides from a :class:`~hyper_parallel._rules.call.Call`; :meth:`solve` is all that a subclass writes.
 
     Attributes:
         signature: parameter names, when the rule reads arguments by name.
@@ -110,7 +110,7 @@ class LayoutOp(DistributedOp):
         return local_args, local_kwargs, (call,)
 
     def infer_layout(self, cache_values: Any) -> tuple[tuple[Any, ...], Any]:
-        """Output layouts and the :class:`~hyper_parallel.call.Solution`."""
+        """Output layouts and the :class:`~hyper_parallel._rules.call.Solution`."""
         solution = self.solve(cache_values[0])
         return tuple(solution.outputs), solution
 

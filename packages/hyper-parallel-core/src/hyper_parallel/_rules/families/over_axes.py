@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from hyper_parallel._rules.families.exchange import indices_of
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.families.moving import indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution
+from hyper_parallel._rules.call import Call, Solution
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.placements import Partial, Shard
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 __all__ = ["NOTHING", "Move", "Moving", "indices_of", "pending_rows", "plain"]
 

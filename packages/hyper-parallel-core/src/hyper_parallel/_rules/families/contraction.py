@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Ref
-from hyper_parallel.families.held_indices import HeldIndices
-from hyper_parallel.families.moving import indices_of
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Ref
+from hyper_parallel._rules.families.exchange import indices_of
+from hyper_parallel._rules.families.held_indices import HeldIndices
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.utils.structures import map_tensors
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.call import Call, Solution, normal_dim, refuse
-from hyper_parallel.families.held_indices import one_row_more, pending_lookup
-from hyper_parallel.families.reshaping import reshaped_layout
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call, Solution, normal_dim, refuse
+from hyper_parallel._rules.families.held_indices import one_row_more, pending_lookup
+from hyper_parallel._rules.families.reshaping import reshaped_layout
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.shard_ranges import local_shape
-from hyper_parallel.strategy import LayoutOp
 
 
 class Reshape(LayoutOp):
@@ -22,7 +22,7 @@ class Reshape(LayoutOp):
     ``view_as``.
 
     The output shape is that of the function on meta tensors. Shards follow their elements
-    (:mod:`hyper_parallel.families.reshaping`). Pending reductions pass.
+    (:mod:`hyper_parallel._rules.families.reshaping`). Pending reductions pass.
     """
 
     summary = OpSummary(

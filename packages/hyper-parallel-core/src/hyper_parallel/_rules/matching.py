@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hyper_parallel.call import Call, refuse
+from hyper_parallel._rules.call import Call, refuse
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import (
@@ -27,7 +27,7 @@ from hyper_parallel.sharding.placements import (
 )
 
 if TYPE_CHECKING:
-    from hyper_parallel.strategy import Strategy, StrategyOp
+    from hyper_parallel._rules.strategy import Strategy, StrategyOp
 
 _R = Replicate()
 _NONE: frozenset[int] = frozenset()

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from hyper_parallel.call import Call
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial
-from hyper_parallel.strategy import P, R, S, Strategy, StrategyOp
 
 Linear = Literal["no", "each", "sum", "first"]
 _SHARDS = "every dim, operands alike; broadcast dims stay whole"

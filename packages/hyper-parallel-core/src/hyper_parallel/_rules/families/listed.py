@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.call import Call
-from hyper_parallel.op import OpSummary
+from hyper_parallel._rules.call import Call
+from hyper_parallel._rules.op import OpSummary
+from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
-from hyper_parallel.strategy import S, Strategy, StrategyOp
 
 __all__ = ["Listed"]
 
@@ -17,7 +17,7 @@ class Listed(StrategyOp):
     """An operator that runs as it is on each rank's piece; the table lists which dims may be sharded together.
 
         grid_sample:
-          distributed_op_module: hyper_parallel.families.listed
+          distributed_op_module: hyper_parallel._rules.families.listed
           distributed_op_class: Listed
           params:
             signature: "input, grid, mode=bilinear, padding_mode=zeros, align_corners=None"

@@ -1,0 +1,1 @@
+"""Rules for whole families of operators, which op tables name."""
