@@ -30,7 +30,7 @@ from hyper_parallel import (
     shard_module,
 )
 from hyper_parallel.sharding.spec import TensorMeta
-from hyper_parallel.wrapper import new_wrapper
+from hyper_parallel.tensor.wrapper import new_wrapper
 
 TP, HIDDEN, HEADS, TOKENS, BATCH = 4, 64, 4, 16, 2
 HEAD = HIDDEN // HEADS

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DTensor, Layout, PackedShard, Replicate, Shard, redistribute_policy
-from hyper_parallel.distribute import as_parameter
+from hyper_parallel.tensor.distribute import as_parameter
 from hyper_parallel.testing.placing import make, mesh_of
 
 STEPS = 6

@@ -12,7 +12,7 @@ from torch import nn
 
 from hyper_parallel import CheckpointError, CommTrace, DTensor, Replicate, Shard
 from hyper_parallel.checkpoint import hugging_face, load_safetensors, safetensors_file, save_safetensors
-from hyper_parallel.distribute import as_parameter
+from hyper_parallel.tensor.distribute import as_parameter
 from hyper_parallel.testing.placing import make, mesh_of
 
 
@@ -114,7 +114,7 @@ def test_what_was_remembered_before_loading_is_not_used_after(tmp_path):
     net = nn.Module()
     net.w = as_parameter(make(torch.ones(2, 3), mesh_of((4,)), [Shard(0)]), nn.Parameter(torch.ones(1)))
     save_safetensors(net, tmp_path)
-    from hyper_parallel.conversion import remembered
+    from hyper_parallel.tensor.redistribute_cache import remembered
 
     with torch.no_grad():
         net.w.zero_()

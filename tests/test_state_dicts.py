@@ -22,7 +22,7 @@ from hyper_parallel.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from hyper_parallel.distribute import gather_to_first
+from hyper_parallel.tensor.distribute import gather_to_first
 from hyper_parallel.testing.placing import make, mesh_of
 
 FULL = StateDictOptions(full_state_dict=True)

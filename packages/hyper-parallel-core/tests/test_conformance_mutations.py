@@ -10,7 +10,7 @@ from hyper_parallel._rules.call import Solution
 from hyper_parallel._rules.families.elementwise import Elementwise
 from hyper_parallel._rules.op import FunctionOp
 from hyper_parallel._rules.strategy import LayoutOp, P, R, S
-from hyper_parallel.dtensor import wrap
+from hyper_parallel.tensor.dtensor import wrap
 from hyper_parallel.testing import (
     ConformanceError,
     OpConformance,

@@ -10,7 +10,7 @@ import torch
 
 from hyper_parallel import DTensor
 from hyper_parallel.sharding.spec import TensorMeta
-from hyper_parallel.wrapper import _new_wrapper, new_wrapper
+from hyper_parallel.tensor.wrapper import _new_wrapper, new_wrapper
 
 METADATA = ("shape", "dtype", "device", "requires_grad", "is_leaf")
 

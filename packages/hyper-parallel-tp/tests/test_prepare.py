@@ -26,7 +26,7 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
-from hyper_parallel.autograd_bridge import InFlight
+from hyper_parallel.tensor.autograd_bridge import InFlight
 from hyper_parallel.utils.structures import parts_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

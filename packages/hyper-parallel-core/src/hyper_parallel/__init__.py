@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from hyper_parallel.context import implicit_replication as implicit_replication
     from hyper_parallel.context import redistribute_policy as redistribute_policy
     from hyper_parallel.dfunction import DFunction as DFunction
-    from hyper_parallel.distribute import distribute_module as distribute_module
-    from hyper_parallel.distribute import distribute_tensor as distribute_tensor
-    from hyper_parallel.dtensor import DTensor as DTensor
     from hyper_parallel.errors import CheckpointError as CheckpointError
     from hyper_parallel.errors import MissingOpError as MissingOpError
     from hyper_parallel.errors import MissingPluginError as MissingPluginError
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from hyper_parallel.function_sharding import custom_shard as custom_shard
     from hyper_parallel.module_sharding import ShardingPlan as ShardingPlan
     from hyper_parallel.module_sharding import shard_module as shard_module
-    from hyper_parallel.random import manual_seed as manual_seed
     from hyper_parallel.registry import get_distributed_op as get_distributed_op
     from hyper_parallel.registry import load_op_table as load_op_table
     from hyper_parallel.registry import register_distributed_op as register_distributed_op
@@ -52,6 +48,10 @@ if TYPE_CHECKING:
     from hyper_parallel.sharding.placements import Placement as Placement
     from hyper_parallel.sharding.placements import Replicate as Replicate
     from hyper_parallel.sharding.placements import Shard as Shard
+    from hyper_parallel.tensor.distribute import distribute_module as distribute_module
+    from hyper_parallel.tensor.distribute import distribute_tensor as distribute_tensor
+    from hyper_parallel.tensor.dtensor import DTensor as DTensor
+    from hyper_parallel.tensor.random import manual_seed as manual_seed
     from hyper_parallel.visualization import visualize as visualize
 
     __version__: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 # Modules of core, and the names that ``hyper_parallel`` re-exports from each.
 _CORE = {
-    "hyper_parallel.dtensor": ("DTensor",),
+    "hyper_parallel.tensor.dtensor": ("DTensor",),
     "hyper_parallel.sharding.layout": ("Layout",),
     "hyper_parallel.sharding.mesh": ("DeviceMesh", "init_device_mesh"),
     "hyper_parallel.sharding.placements": ("PackedShard", "Partial", "Placement", "Replicate", "Shard"),
-    "hyper_parallel.distribute": ("distribute_module", "distribute_tensor"),
+    "hyper_parallel.tensor.distribute": ("distribute_module", "distribute_tensor"),
     "hyper_parallel.factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
     "hyper_parallel.module_sharding": ("ShardingPlan", "shard_module"),
     "hyper_parallel.function_sharding": ("custom_shard",),
@@ -18,7 +18,7 @@ _CORE = {
     "hyper_parallel.registry": ("get_distributed_op", "load_op_table", "register_distributed_op"),
     "hyper_parallel.context": ("SkipDTensorDispatch", "implicit_replication", "redistribute_policy"),
     "hyper_parallel.comm.collectives": ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
-    "hyper_parallel.random": ("manual_seed",),
+    "hyper_parallel.tensor.random": ("manual_seed",),
     "hyper_parallel.same_inputs": ("require_same_inputs",),
     "hyper_parallel.comm.trace": ("CommTrace",),
     "hyper_parallel.visualization": ("visualize",),

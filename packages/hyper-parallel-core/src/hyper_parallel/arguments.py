@@ -12,9 +12,9 @@ from hyper_parallel._rules.call import Call, Ref
 from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.context import in_backward, state
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.spec import Spec, make_spec
+from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.utils.structures import map_tensors, tensors_of
 
 if TYPE_CHECKING:

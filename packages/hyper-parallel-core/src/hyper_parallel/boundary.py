@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hyper_parallel.conversion import remembered
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import is_replicate, is_shard
 from hyper_parallel.sharding.spec import Spec
+from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.redistribute_cache import remembered
 from hyper_parallel.utils.structures import map_structure
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.arguments import counts_as_replica
-from hyper_parallel.dtensor import DTensor
+from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.utils.structures import rebuilt
 
 _BY_VALUE = frozenset([bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout])

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hyper_parallel.arguments import first_dtensor, map_arguments, replica_spec
-from hyper_parallel.conversion import reduced_form, remembered
-from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.in_place import vary_in_place
 from hyper_parallel.plan import Plan
+from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.in_place import vary_in_place
+from hyper_parallel.tensor.redistribute_cache import reduced_form, remembered
 from hyper_parallel.utils.structures import map_tensors
 
 

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import torch
 
 from hyper_parallel.dispatcher import dispatch, register_function
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.placements import Placement
+from hyper_parallel.tensor.dtensor import DTensor
 
 __all__ = ["DFunction"]
 

@@ -17,14 +17,18 @@ from hyper_parallel._rules.call import NeedsValue
 from hyper_parallel._rules.op import DistributedOp, FunctionOp
 from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.arguments import lifted, on_locals, with_value
-from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.cache_key import scan
 from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import Mode, state
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError, RedistributionError
 from hyper_parallel.foreign_functions import name_of_served
-from hyper_parallel.in_place import (
+from hyper_parallel.meshes import on_mesh
+from hyper_parallel.metadata import handler_of
+from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
+from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
+from hyper_parallel.tensor.autograd_bridge import Marks
+from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.in_place import (
     become_view,
     before_write,
     fits_reduced,
@@ -35,15 +39,11 @@ from hyper_parallel.in_place import (
     write,
     write_back,
 )
-from hyper_parallel.meshes import on_mesh
-from hyper_parallel.metadata import handler_of
-from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
-from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
-from hyper_parallel.shared_memory import assign, note_copies, note_view
+from hyper_parallel.tensor.views import assign, note_copies, note_view
+from hyper_parallel.tensor.wrapper import new_wrapper
 from hyper_parallel.three_phases import ThreePhaseRule
 from hyper_parallel.utils.function_names import aten_binding
 from hyper_parallel.utils.structures import tensors_of
-from hyper_parallel.wrapper import new_wrapper
 
 __all__ = ["dispatch", "register_function"]
 

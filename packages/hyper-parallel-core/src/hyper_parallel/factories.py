@@ -1,4 +1,4 @@
-"""Tensors made on a mesh, each rank only its own piece (random ones: see :mod:`hyper_parallel.random`)."""
+"""Tensors made on a mesh, each rank only its own piece (random ones: see :mod:`hyper_parallel.tensor.random`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
+from hyper_parallel.tensor.dtensor import DTensor, wrap
 
 __all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
 
@@ -128,7 +128,7 @@ def _sliced(whole: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor
 def _random(
     make: Callable[..., torch.Tensor], size: tuple[Any, ...], dtype: Any, grad: bool, mesh: Where, where: Any
 ) -> DTensor:
-    from hyper_parallel.random import check_generators
+    from hyper_parallel.tensor.random import check_generators
 
     shape = _sizes(size)
     layout = _layout(mesh, where, len(shape))

@@ -54,7 +54,7 @@ def _serve(module: types.ModuleType, class_name: str) -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         from hyper_parallel.dispatcher import dispatch
-        from hyper_parallel.dtensor import DTensor
+        from hyper_parallel.tensor.dtensor import DTensor
         from hyper_parallel.utils.structures import tensors_of
 
         if cls is not function:

@@ -12,14 +12,14 @@ from torch import nn
 
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import varying_axes
-from hyper_parallel.conversion import remembered
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.plan import vary_axes
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard
 from hyper_parallel.sharding.spec import make_spec, stride_like
+from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.redistribute_cache import remembered
 
 __all__ = ["custom_shard"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from hyper_parallel._rules.call import Call, refuse
 from hyper_parallel.arguments import map_arguments
-from hyper_parallel.conversion import remembered
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate
+from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.redistribute_cache import remembered
 
 
 def common_mesh(call: Call) -> MeshInfo | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import autograd_bridge
 from hyper_parallel.arguments import local_arguments, on_locals
 from hyper_parallel.context import state
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import MissingOpError
+from hyper_parallel.tensor import autograd_bridge
+from hyper_parallel.tensor.dtensor import DTensor
 
 
 def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +67,7 @@ def _module_load(tensor: torch.Tensor, other: torch.Tensor, assign: bool = False
 
 def _eye(*sizes: Any, out: DTensor, **options: Any) -> DTensor:
     """``torch.eye(*x.shape, out=x)``, as ``nn.init.eye_`` writes it; every rank makes the whole and takes its part."""
-    from hyper_parallel.distribute import distribute_tensor
+    from hyper_parallel.tensor.distribute import distribute_tensor
 
     whole = torch.eye(*sizes, dtype=out.dtype, device=out.device)
     return out.copy_(distribute_tensor(whole, out.layout, src_data_rank=None))  # type: ignore[return-value]

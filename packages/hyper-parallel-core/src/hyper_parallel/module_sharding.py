@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.boundary import Boundary, map_dtensors
-from hyper_parallel.distribute import as_parameter, distribute_tensor, replicate_rest
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.forwards import replicate_plain_inside
-from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh, mesh_info
 from hyper_parallel.sharding.placements import Placement
+from hyper_parallel.tensor.distribute import as_parameter, distribute_tensor, replicate_rest
+from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.replaced_parameters import replaces_parameters
 from hyper_parallel.utils.structures import change_values
 
 __all__ = ["ShardingPlan", "shard_module"]

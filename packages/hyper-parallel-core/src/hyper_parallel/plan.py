@@ -11,12 +11,12 @@ from hyper_parallel._rules.call import Call, Ref, Solution, refuse
 from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel.arguments import make_call, make_call_of
 from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.meshes import common_mesh
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
+from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.utils.structures import rebuilt
 
 CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.dtensor import DTensor
-from hyper_parallel.local_pieces import check_same
 from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, mesh_info
+from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.from_local_checks import check_same
 from hyper_parallel.utils.structures import tensors_of
 
 __all__ = ["require_same_inputs"]

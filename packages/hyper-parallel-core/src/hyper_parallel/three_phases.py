@@ -13,7 +13,6 @@ from hyper_parallel.cache_key import scan
 from hyper_parallel.changes import changed
 from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.context import state
-from hyper_parallel.in_place import run_inplace
 from hyper_parallel.meshes import common_mesh, on_mesh
 from hyper_parallel.plan import (
     Plan,
@@ -29,6 +28,7 @@ from hyper_parallel.plan import (
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, Shard, is_partial, is_replicate
 from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like
+from hyper_parallel.tensor.in_place import run_inplace
 
 
 class ThreePhaseRule(Rule):

@@ -14,10 +14,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, is_partial, is_replicate, short
 from hyper_parallel.sharding.shard_ranges import Box, box, length
+from hyper_parallel.tensor.dtensor import DTensor
 
 __all__ = ["LayoutPicture", "visualize"]
 

@@ -13,13 +13,13 @@ from torch import nn
 
 from hyper_parallel import DTensor
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.distribute import as_parameter
-from hyper_parallel.dtensor import wrap
-from hyper_parallel.replaced_parameters import note_replaced
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.shard_ranges import chunk_bounds
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
+from hyper_parallel.tensor.distribute import as_parameter
+from hyper_parallel.tensor.dtensor import wrap
+from hyper_parallel.tensor.replaced_parameters import note_replaced
 from hyper_parallel_fsdp.data_mesh import ParamPlacement
 from hyper_parallel_fsdp.group_info import DataGroups, GroupInfo
 

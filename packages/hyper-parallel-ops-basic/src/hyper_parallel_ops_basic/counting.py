@@ -12,8 +12,8 @@ from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.dispatcher import dispatch
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.tensor.dtensor import DTensor
 
 from .extremes import local_extreme
 from .one_hot import number_of_classes

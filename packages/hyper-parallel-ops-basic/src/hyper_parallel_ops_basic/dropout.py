@@ -1,6 +1,6 @@
 """Dropout: the mask is the one that one device with the same seed would draw, for any layout.
 
-Every rank draws the mask of the whole tensor and keeps its part; see :mod:`hyper_parallel.random`.
+Every rank draws the mask of the whole tensor and keeps its part; see :mod:`hyper_parallel.tensor.random`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import LayoutOp, S, Strategy, StrategyOp
-from hyper_parallel.random import draw
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial
+from hyper_parallel.tensor.random import draw
 from hyper_parallel_ops_basic.factories import settled
 
 

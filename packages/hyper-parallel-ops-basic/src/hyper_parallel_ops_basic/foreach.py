@@ -12,12 +12,12 @@ from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.comm.reduce_ops import norm_op
 from hyper_parallel.context import state
-from hyper_parallel.conversion import remembered
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, is_partial, is_shard
 from hyper_parallel.sharding.spec import NOT_VARYING, make_spec
+from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.redistribute_cache import remembered
 
 
 class Foreach(FunctionOp):

@@ -7,10 +7,10 @@ from typing import Any
 
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_shard
+from hyper_parallel.tensor.dtensor import DTensor
 
 
 class UnscaleGradients(FunctionOp):

@@ -20,12 +20,12 @@ from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_mor
 from hyper_parallel._rules.families.ranges import keep_range
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S, Strategy, StrategyOp
-from hyper_parallel.dtensor import wrap
 from hyper_parallel.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec, memory_order
+from hyper_parallel.tensor.dtensor import wrap
 
 from .exchanging import Exchange, placed_along
 from .index_arguments import Index, Item, as_ids, asked_for, check_whole_ids, parts_of

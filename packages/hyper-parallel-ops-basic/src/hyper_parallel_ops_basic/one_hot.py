@@ -12,8 +12,8 @@ from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.dispatcher import dispatch
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.placements import Replicate
+from hyper_parallel.tensor.dtensor import DTensor
 
 
 def one_hot_of(ids: torch.Tensor, num_classes: int) -> torch.Tensor:

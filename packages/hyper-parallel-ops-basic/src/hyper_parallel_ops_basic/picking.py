@@ -10,11 +10,11 @@ import torch
 
 from hyper_parallel._rules.families.exchange import Move, indices_of
 from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
-from hyper_parallel.dtensor import wrap
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.sharding.spec import contiguous_stride, make_spec
+from hyper_parallel.tensor.dtensor import wrap
 
 
 class Picked:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel.dtensor import DTensor
+from hyper_parallel.tensor.dtensor import DTensor
 
 
 class Read(FunctionOp):

@@ -11,9 +11,9 @@ import torch
 from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.random import draw
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_shard, on_dim
+from hyper_parallel.tensor.random import draw
 
 Tensor = torch.Tensor
 

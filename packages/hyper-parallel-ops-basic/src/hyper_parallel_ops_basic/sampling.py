@@ -1,4 +1,4 @@
-"""Operators that draw random numbers, each element's as on one device; see :mod:`hyper_parallel.random`."""
+"""Operators that draw random numbers, each element's as on one device; see :mod:`hyper_parallel.tensor.random`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel.context import state
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.in_place import before_write
-from hyper_parallel.random import check_generators, draw, embedded, local_part
 from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec
-from hyper_parallel.shared_memory import carry, root_of
+from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.in_place import before_write
+from hyper_parallel.tensor.random import check_generators, draw, embedded, local_part
+from hyper_parallel.tensor.views import carry, root_of
 from hyper_parallel_ops_basic.factories import settled
 
 

@@ -15,10 +15,10 @@ import torch
 from hyper_parallel._rules.call import Call, refuse
 from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.random import local_part
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
 from hyper_parallel.sharding.spec import NOT_VARYING
+from hyper_parallel.tensor.random import local_part
 
 from .index_arguments import Index, Item, as_ids
 from .picking import Picked, of_dims

@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.placements import Replicate
+from hyper_parallel.tensor.dtensor import DTensor
 
 from .composed import plain_like
 

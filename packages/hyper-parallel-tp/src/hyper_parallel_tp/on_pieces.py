@@ -19,9 +19,9 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout
 from hyper_parallel.boundary import Boundary
-from hyper_parallel.conversion import remembered
 from hyper_parallel.forwards import forward_function, set_forward
 from hyper_parallel.sharding.mesh import mesh_info
+from hyper_parallel.tensor.redistribute_cache import remembered
 
 __all__ = ["compute_on_pieces", "function_of_pieces"]
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
 from hyper_parallel.forwards import replicate_plain_inside
 from hyper_parallel.module_sharding import matching
-from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel.sharding.mesh import mesh_info
+from hyper_parallel.tensor.replaced_parameters import replaces_parameters
 from hyper_parallel_tp.known_plans import known_plan
 from hyper_parallel_tp.late_adapters import explain_late_adapters
 from hyper_parallel_tp.style import ParallelStyle

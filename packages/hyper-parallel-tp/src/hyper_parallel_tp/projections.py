@@ -12,12 +12,12 @@ from torch import nn
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary
 from hyper_parallel.comm.redistribute import Move, move_of, moved
-from hyper_parallel.dtensor import wrap
 from hyper_parallel.forwards import set_forward
 from hyper_parallel.sharding.layout import as_layout
 from hyper_parallel.sharding.placements import is_partial, is_replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, contiguous_stride, make_spec
+from hyper_parallel.tensor.dtensor import wrap
 from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.local_outputs import check_pieces, local_piece
 from hyper_parallel_tp.on_pieces import compute_on_pieces, function_of_pieces

@@ -11,9 +11,9 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, Replicate, Shard
 from hyper_parallel.boundary import Boundary, map_dtensors
-from hyper_parallel.dtensor import wrap
 from hyper_parallel.forwards import replicate_plain_inside
 from hyper_parallel.sharding.spec import Spec, contiguous_stride, make_spec
+from hyper_parallel.tensor.dtensor import wrap
 from hyper_parallel_tp.call_changes import change_inputs, change_output, parameter_names
 from hyper_parallel_tp.local_outputs import check_pieces, local_piece
 from hyper_parallel_tp.on_pieces import Compute, compute_on_pieces, function_of_pieces

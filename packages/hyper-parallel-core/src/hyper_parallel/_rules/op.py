@@ -128,7 +128,7 @@ class DistributedOp:
 
 def _local_form(value: Any, values: list[Any]) -> Any:
     """An argument with local tensors in the place of DTensors; what the cache needs of it is appended to ``values``."""
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
     if isinstance(value, DTensor):
         values.append(value.layout)

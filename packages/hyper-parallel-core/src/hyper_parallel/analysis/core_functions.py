@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.metadata import handler_of
+from hyper_parallel.tensor.dtensor import DTensor
 
 __all__ = ["is_answered_by_core"]
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.checkpoint.blocks import blocks
 from hyper_parallel.checkpoint.model_state import canonical, second_names, ties
 from hyper_parallel.checkpoint.safetensors_file import SafetensorsFile, incomplete, library, nbytes
 from hyper_parallel.checkpoint.stored_names import Piece, pieces_of, whole_piece
 from hyper_parallel.checkpoint.whole_tensors import full_tensors, rank
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.in_place import before_write
+from hyper_parallel.tensor.dcp_protocol import blocks
+from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.in_place import before_write
 
 __all__ = ["load_safetensors", "save_safetensors"]
 

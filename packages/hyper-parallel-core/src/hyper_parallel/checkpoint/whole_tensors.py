@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.distribute import distribute_tensor, gather_to_first
-from hyper_parallel.dtensor import DTensor
+from hyper_parallel.tensor.distribute import distribute_tensor, gather_to_first
+from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.utils.structures import tensors_of
 
 __all__ = ["Announced", "announced", "delivered", "full_tensors", "placed"]

@@ -25,7 +25,7 @@ NOT_VARYING: frozenset[int] = frozenset()
 
 
 class TensorMeta(NamedTuple):
-    """What a wrapper is made from (see :mod:`hyper_parallel.wrapper`)."""
+    """What a wrapper is made from (see :mod:`hyper_parallel.tensor.wrapper`)."""
 
     shape: torch.Size
     stride: tuple[int, ...]

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from hyper_parallel.comm.trace import CommTrace
 from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dispatcher import cached_plans
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import short
 from hyper_parallel.sharding.spec import Spec, in_memory_order
+from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.testing.findings import Findings
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
 from hyper_parallel.testing.layouts import Case

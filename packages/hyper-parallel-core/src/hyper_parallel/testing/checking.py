@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.matching import Row
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Replicate
+from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.testing.case_runner import CaseRunner, OpUnderTest
 from hyper_parallel.testing.failures import CaseFailed
 from hyper_parallel.testing.findings import Findings, Problem

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.comm.reduce_ops import norm_order
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.sharding.placements import Partial, Placement
 from hyper_parallel.sharding.shard_ranges import box
 from hyper_parallel.sharding.spec import contiguous_stride, inverse, make_spec
+from hyper_parallel.tensor.dtensor import DTensor, wrap
 
 __all__ = ["make", "mesh_names", "mesh_of", "piece_of"]
 

@@ -9,6 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-for _name in ("torch", "torch.distributed.tensor", "pytest", "hyper_parallel.dtensor"):
+for _name in ("torch", "torch.distributed.tensor", "pytest", "hyper_parallel.tensor.dtensor"):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)

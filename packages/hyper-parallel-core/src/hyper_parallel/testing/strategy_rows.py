@@ -14,8 +14,8 @@ from hyper_parallel._rules.matching import Row
 from hyper_parallel._rules.strategy import StrategyOp
 from hyper_parallel.arguments import make_call
 from hyper_parallel.dispatcher import known_rule
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.placements import Placement, short
+from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.testing.inputs import Sample
 
 

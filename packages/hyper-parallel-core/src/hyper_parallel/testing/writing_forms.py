@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from hyper_parallel.dtensor import DTensor, wrap
+from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.testing.case_runner import CaseRunner
 from hyper_parallel.testing.placing import make
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import autograd_bridge
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.plan import Plan, finish
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.spec import dual
-from hyper_parallel.shared_memory import carry, refuse_lost_write, root_of
+from hyper_parallel.tensor import autograd_bridge
+from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.views import carry, refuse_lost_write, root_of
 
 
 def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:

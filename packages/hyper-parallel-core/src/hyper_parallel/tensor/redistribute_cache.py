@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.autograd_bridge import InFlight
 from hyper_parallel.comm.redistribute import PLAIN, How, Move, move_of, moved, target_spec
-from hyper_parallel.dtensor import DTensor, wrap
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import Spec
+from hyper_parallel.tensor.autograd_bridge import InFlight
+from hyper_parallel.tensor.dtensor import DTensor, wrap
 
 __all__ = ["convert", "reduced_form", "remembered"]
 
@@ -82,7 +82,7 @@ class Form:
 
     def is_current(self, tensor: DTensor) -> bool:
         """Whether it is what would be computed now. The same on all ranks: a write counts on each of them
-        (:func:`hyper_parallel.in_place.before_write`), also on those that hold nothing of what is written."""
+        (:func:`hyper_parallel.tensor.in_place.before_write`), also on those that hold nothing of what is written."""
         local = tensor._local
         return (
             self.spec is tensor._spec

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import _state_dict_utils
 
 if TYPE_CHECKING:
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
 _USER = "torch.distributed.checkpoint.state_dict"
 
@@ -39,7 +39,7 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(
         state_dict: dict[str, Any], *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
     ) -> Any:
-        from hyper_parallel.distribute import gather_to_first
+        from hyper_parallel.tensor.distribute import gather_to_first
 
         def whole(tensor: DTensor) -> torch.Tensor | None:
             value = gather_to_first(tensor.reduce_partial()) if ranks_only == (0,) else tensor.full_tensor()
@@ -54,8 +54,8 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
 def _placing(fill: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fill)
     def wrapper(full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        from hyper_parallel.distribute import distribute_tensor
-        from hyper_parallel.dtensor import DTensor
+        from hyper_parallel.tensor.distribute import distribute_tensor
+        from hyper_parallel.tensor.dtensor import DTensor
 
         ours = {name: value.layout for name, value in local_state_dict.items() if isinstance(value, DTensor)}
         fill(full_state_dict, local_state_dict, *args, **options)
@@ -68,7 +68,7 @@ def _placing(fill: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _map_dtensors(value: Any, change: Callable[[DTensor], Any]) -> Any:
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
     if isinstance(value, DTensor):
         return change(value)

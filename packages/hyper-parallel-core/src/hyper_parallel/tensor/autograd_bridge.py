@@ -2,7 +2,7 @@
 
 The graph lives on local tensors. C++ code that works on the wrappers themselves (``autograd.Function.apply``, module
 backward hooks, reentrant checkpoint) gives an output *wrapper* a C++ node; the first time such an output is used, that
-node is joined to the local graph (:mod:`hyper_parallel.wrapper_graph`), so that no gradient is lost.
+node is joined to the local graph (:mod:`hyper_parallel.tensor.autograd_graph`), so that no gradient is lost.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hyper_parallel.comm.redistribute import has_other_reductions
 from hyper_parallel.sharding.placements import is_partial
-from hyper_parallel.wrapper_graph import joined, same_as
+from hyper_parallel.tensor.autograd_graph import joined, same_as
 
 if TYPE_CHECKING:
     from hyper_parallel.comm.steps import Pending
-    from hyper_parallel.conversion import Form
-    from hyper_parallel.dtensor import DTensor
     from hyper_parallel.sharding.spec import Spec
+    from hyper_parallel.tensor.dtensor import DTensor
+    from hyper_parallel.tensor.redistribute_cache import Form
 
 _Tensor: Any = torch.Tensor  # its properties are descriptors, which type checkers take for their values
 _grad_fn = _Tensor.grad_fn.__get__
@@ -130,7 +130,7 @@ def _join(tensor: DTensor, mark: _Mark) -> None:
     if node is not None:
         if has_other_reductions(tensor.layout):
             # It was made without gradients, and needs one after all (the result of a reentrant checkpoint).
-            from hyper_parallel.in_place import carry_out
+            from hyper_parallel.tensor.in_place import carry_out
 
             carry_out(tensor)
         tensor._local = joined(
@@ -166,7 +166,7 @@ def before_write(tensor: DTensor) -> None:
 
 def _roots(tensors: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:
     """Local roots and the local gradients to start from; a global scalar's seed of one counts once over all ranks."""
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
     given = [None] * len(tensors) if grads is None else list(grads)
     roots, seeds = [], []
@@ -198,7 +198,7 @@ def gradient_paths(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The local tensors of which at least one gets a gradient when the tensor does, upstream last: its own, and what
     it was redistributed from, where a later use of it may start. For hooks that only want to know when; nothing is
     waited for and no fusion is given up."""
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
     if not isinstance(tensor, DTensor):
         return (tensor,)
@@ -207,9 +207,9 @@ def gradient_paths(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
-    from hyper_parallel.conversion import convert
-    from hyper_parallel.dtensor import DTensor, wrap
     from hyper_parallel.sharding.spec import contiguous_stride, gradient_spec, make_spec
+    from hyper_parallel.tensor.dtensor import DTensor, wrap
+    from hyper_parallel.tensor.redistribute_cache import convert
 
     spec = tensor._spec
     local = tensor._resolve()
@@ -241,7 +241,7 @@ def backward(
     **unknown: Any,
 ) -> None:
     """``torch.autograd.backward`` for DTensors."""
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
     if unknown:
         raise TypeError(f"backward of DTensors does not take {sorted(unknown)}")
@@ -264,7 +264,7 @@ def grad(
     materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
     """``torch.autograd.grad`` for DTensors: the gradients come back as DTensors."""
-    from hyper_parallel.dtensor import DTensor, wrap_gradient
+    from hyper_parallel.tensor.dtensor import DTensor, wrap_gradient
 
     if is_grads_batched:
         raise NotImplementedError("autograd.grad of DTensors has no is_grads_batched; call it once per gradient")
@@ -296,7 +296,7 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
     """C++ code met a wrapper. What autograd itself does to tensors and gradients is done here; anything else raises."""
     from hyper_parallel.context import redistribute_policy
     from hyper_parallel.dispatcher import dispatch
-    from hyper_parallel.dtensor import DTensor, wrap
+    from hyper_parallel.tensor.dtensor import DTensor, wrap
 
     tensor = args[0]
     if func in _ALIASES or (func is _aten.view.default and tuple(args[1]) == tuple(tensor.shape)):

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.autograd_bridge import InFlight
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Placement
 from hyper_parallel.sharding.spec import Spec, dual
+from hyper_parallel.tensor.autograd_bridge import InFlight
 
 __all__ = ["Wrapper", "new_wrapper"]
 

@@ -77,7 +77,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        from hyper_parallel.dtensor import wrap_gradient
+        from hyper_parallel.tensor.dtensor import wrap_gradient
 
         return None, None, None, wrap_gradient(grad, ctx.spec)
 
@@ -128,7 +128,7 @@ def _materialized(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     Scalars are left to PyTorch: plain numbers work with DTensors, and an output that is not differentiable looks like
     a scalar here.
     """
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
     like = next(g for g in grads if g is not None)
     if not isinstance(like, DTensor):
@@ -153,7 +153,7 @@ def _zero_scalars(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _replica(value: torch.Tensor, meta: Any, like: Any) -> Any:
     """A number on every rank of a mesh, as a DTensor of one value."""
-    from hyper_parallel.dtensor import wrap
+    from hyper_parallel.tensor.dtensor import wrap
 
     shape = tuple(meta.shape)
     spec = make_spec(like.layout.replicated(len(shape)), shape, contiguous_stride(shape), value.dtype)
@@ -172,9 +172,9 @@ def _run_checkpoint(node: Any, edges: list[Any], grads: tuple[Any, ...]) -> list
 
 def _to_leaf(edge: Any, grad: Any) -> Any:
     """The gradient as the source of an edge takes it: a leaf's local gradient, else the DTensor as it is."""
-    from hyper_parallel.conversion import convert
-    from hyper_parallel.dtensor import DTensor
     from hyper_parallel.sharding.spec import gradient_spec
+    from hyper_parallel.tensor.dtensor import DTensor
+    from hyper_parallel.tensor.redistribute_cache import convert
 
     node, _ = edge
     if grad is None or not isinstance(node, _AccumulateGrad):
@@ -221,7 +221,7 @@ def _stand_in(root: Any, is_changed: Any) -> _StandIn:
 
 
 def _make(node: Any, made: dict[Any, _StandIn], is_changed: Any) -> _StandIn:
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
     edges = list(dict.fromkeys(edge for edge in node.next_functions if edge[0] is not None))
     sources = []

@@ -12,14 +12,14 @@ from torch import nn
 
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.dtensor import DTensor, wrap
-from hyper_parallel.local_pieces import check_same
-from hyper_parallel.replaced_parameters import replaces_parameters
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import AxisGroup, DeviceMesh, mesh_info
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals, length, split_intervals
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
+from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.from_local_checks import check_same
+from hyper_parallel.tensor.replaced_parameters import replaces_parameters
 
 __all__ = ["distribute_module", "distribute_tensor"]
 

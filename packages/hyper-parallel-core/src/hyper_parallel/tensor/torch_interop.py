@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hyper_parallel.dtensor import DTensor
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard
+from hyper_parallel.tensor.dtensor import DTensor
 
 
 def from_torch(tensor: Any) -> DTensor:

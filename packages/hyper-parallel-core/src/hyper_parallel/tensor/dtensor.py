@@ -16,8 +16,6 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
-from hyper_parallel import autograd_bridge, torch_state_dicts
-from hyper_parallel.autograd_bridge import Marks
 from hyper_parallel.comm.redistribute import (
     How,
     convert_gradient,
@@ -27,13 +25,15 @@ from hyper_parallel.comm.redistribute import (
     target_spec,
     varying_axes,
 )
-from hyper_parallel.local_pieces import check_ranks_agree, check_replicas_agree, global_shape
 from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
-from hyper_parallel.wrapper import Wrapper, new_wrapper
+from hyper_parallel.tensor import autograd_bridge, torch_state_dicts
+from hyper_parallel.tensor.autograd_bridge import Marks
+from hyper_parallel.tensor.from_local_checks import check_ranks_agree, check_replicas_agree, global_shape
+from hyper_parallel.tensor.wrapper import Wrapper, new_wrapper
 
 __all__ = ["DTensor", "wrap"]
 
@@ -222,7 +222,7 @@ class DTensor(Wrapper):
         """Ask for a gradient, in place; only for leaves. A pending average, maximum and so on is carried out: only sums
         carry gradients."""
         if requires_grad and has_other_reductions(self._spec.layout) and self.is_leaf:
-            from hyper_parallel.in_place import carry_out
+            from hyper_parallel.tensor.in_place import carry_out
 
             carry_out(self)
         self._resolve().requires_grad_(requires_grad)
@@ -352,7 +352,7 @@ class DTensor(Wrapper):
     def _shared(self, other: DTensor) -> DTensor:
         """``other``, which shares this tensor's memory; noted as a view where an in-place operator would part them."""
         if has_other_reductions(self._spec.layout):
-            from hyper_parallel.shared_memory import note_view
+            from hyper_parallel.tensor.views import note_view
 
             note_view(other, self)
         return other
@@ -394,17 +394,17 @@ class DTensor(Wrapper):
         return 0
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from hyper_parallel.checkpoint.blocks import write_items
+        from hyper_parallel.tensor.dcp_protocol import write_items
 
         return write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from hyper_parallel.checkpoint.blocks import chunk_list
+        from hyper_parallel.tensor.dcp_protocol import chunk_list
 
         return chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from hyper_parallel.checkpoint.blocks import tensor_shard
+        from hyper_parallel.tensor.dcp_protocol import tensor_shard
 
         return tensor_shard(self, index)
 
@@ -413,13 +413,13 @@ class DTensor(Wrapper):
     @staticmethod
     def from_torch(tensor: Any) -> DTensor:
         """Take over a ``torch.distributed.tensor.DTensor``; the local tensor is shared."""
-        from hyper_parallel.torch_interop import from_torch
+        from hyper_parallel.tensor.torch_interop import from_torch
 
         return from_torch(tensor)
 
     def to_torch(self) -> Any:
         """The same tensor as a ``torch.distributed.tensor.DTensor``; the local tensor is shared."""
-        from hyper_parallel.torch_interop import to_torch
+        from hyper_parallel.tensor.torch_interop import to_torch
 
         return to_torch(self)
 
@@ -480,4 +480,4 @@ _types_of_clipping.append(DTensor)
 
 torch_state_dicts.install()
 
-from hyper_parallel import conversion  # noqa: E402 - it needs the class
+from hyper_parallel.tensor import redistribute_cache as conversion  # noqa: E402 - it needs the class

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.context import redistribute_policy
-from hyper_parallel.dtensor import DTensor
+from hyper_parallel.tensor.dtensor import DTensor
 
 
 def root_of(tensor: DTensor) -> DTensor:

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hyper_parallel.in_place import before_write
 from hyper_parallel.sharding.shard_ranges import box
+from hyper_parallel.tensor.in_place import before_write
 
 if TYPE_CHECKING:
-    from hyper_parallel.dtensor import DTensor
+    from hyper_parallel.tensor.dtensor import DTensor
 
 
 def blocks(tensor: DTensor) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:

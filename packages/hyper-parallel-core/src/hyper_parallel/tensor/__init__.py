@@ -1,0 +1,1 @@
+"""DTensor: the tensor class, its place in autograd, and what it remembers."""
