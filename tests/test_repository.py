@@ -9,7 +9,7 @@ import torch
 
 import hyper_parallel._pack_hints
 from hyper_parallel import DTensor
-from hyper_parallel.op_table import OpTable
+from hyper_parallel.plugins.op_table import OpTable
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hyper_parallel.op_table import OpTable
+from hyper_parallel.plugins.op_table import OpTable
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 TARGET = PACKAGES / "hyper-parallel-core" / "src" / "hyper_parallel" / "_pack_hints.py"

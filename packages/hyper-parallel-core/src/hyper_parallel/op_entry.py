@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from hyper_parallel.errors import PluginError
-from hyper_parallel.op_table import TableEntry
+from hyper_parallel.plugins.op_table import TableEntry
 
 if TYPE_CHECKING:
     from hyper_parallel._rules.op import DistributedOp

@@ -20,8 +20,8 @@ from hyper_parallel.errors import MissingOpError, PluginError
 from hyper_parallel.foreign_functions import serve_apply
 from hyper_parallel.function_index import FunctionIndex
 from hyper_parallel.op_entry import USER, OpEntry, is_building
-from hyper_parallel.op_table import OpTable
 from hyper_parallel.plugins.manager import PluginManager, default_manager
+from hyper_parallel.plugins.op_table import OpTable
 from hyper_parallel.plugins.record import PluginRecord
 from hyper_parallel.registry_messages import by_provider, conflict_error, listing, missing_text, taken_error
 from hyper_parallel.utils import function_names
@@ -174,7 +174,7 @@ class Registry:
             self._add(OpEntry.of_instance(op, provider, _caller(op), origin="constructed"))
 
     def load_table(self, path: str | Path) -> None:
-        """Register the ops of a user's YAML table (:mod:`hyper_parallel.op_table`); they count instead of plugins'.
+        """Register the ops of a user's YAML table (:mod:`hyper_parallel.plugins.op_table`); they count instead of plugins'.
 
         Raises:
             OpTableError: the table is malformed.
@@ -390,7 +390,7 @@ def get_distributed_op(name: str) -> DistributedOp:
 
 
 def load_op_table(path: str | Path) -> None:
-    """Register the ops of a YAML table of your own; see :mod:`hyper_parallel.op_table` for the format."""
+    """Register the ops of a YAML table of your own; see :mod:`hyper_parallel.plugins.op_table` for the format."""
     default_registry().load_table(path)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.op_table import OpTable
 from hyper_parallel.plugins import PluginManager
+from hyper_parallel.plugins.op_table import OpTable
 from hyper_parallel.registry import Registry
 
 sys.path.insert(0, str(Path(__file__).parent))  # makes rules_for_tests importable

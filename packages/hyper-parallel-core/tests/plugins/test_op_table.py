@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from hyper_parallel.errors import OpTableError
-from hyper_parallel.op_table import OpTable
+from hyper_parallel.plugins.op_table import OpTable
 
 
 @pytest.fixture

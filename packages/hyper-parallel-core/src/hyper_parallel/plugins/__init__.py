@@ -3,10 +3,10 @@
 Write a plugin: :mod:`hyper_parallel.plugins.hookspecs`. See what is installed: ``hyper-parallel plugins``.
 """
 
-from hyper_parallel.op_table import OpTable
 from hyper_parallel.plugins.commands import Command
 from hyper_parallel.plugins.manager import PluginManager, default_manager, use_manager
 from hyper_parallel.plugins.markers import API_VERSION, ENTRY_POINT_GROUP, hookimpl
+from hyper_parallel.plugins.op_table import OpTable
 from hyper_parallel.plugins.platforms import Platform
 from hyper_parallel.plugins.record import PluginRecord
 from hyper_parallel.plugins.registrar import OpRegistrar

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from hyper_parallel.module_sharding import ShardingPlan
-    from hyper_parallel.op_table import OpTable
     from hyper_parallel.plugins.commands import Command
+    from hyper_parallel.plugins.op_table import OpTable
     from hyper_parallel.plugins.platforms import Platform
     from hyper_parallel.plugins.registrar import OpRegistrar
 
@@ -37,7 +37,7 @@ def hyper_parallel_op_tables() -> Sequence[OpTable]:  # type: ignore[empty-body]
 
     Returns:
         Tables, usually files next to the plugin module. Classes named in a table are imported when the op is first
-        used. Format: :mod:`hyper_parallel.op_table`.
+        used. Format: :mod:`hyper_parallel.plugins.op_table`.
 
     Example::
 

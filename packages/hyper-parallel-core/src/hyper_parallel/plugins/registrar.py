@@ -18,7 +18,7 @@ class OpRegistrar(Protocol):
         """Register an op under this plugin's name.
 
         Args:
-            name: bare or dotted function name, as in an op table (:mod:`hyper_parallel.op_table`).
+            name: bare or dotted function name, as in an op table (:mod:`hyper_parallel.plugins.op_table`).
             op: the op, or a function without arguments that makes it when it is first used.
             override: plugins whose implementation of this op the new one replaces; True for every plugin's.
         """

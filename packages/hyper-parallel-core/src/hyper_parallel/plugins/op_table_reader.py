@@ -1,4 +1,4 @@
-"""Reads and checks a YAML op table (:mod:`hyper_parallel.op_table`), and reports all that is wrong with it at once."""
+"""Reads and checks a YAML op table (:mod:`hyper_parallel.plugins.op_table`), and reports all that is wrong with it at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hyper_parallel.errors import OpTableError
-from hyper_parallel.op_table import OpTable, TableEntry
+from hyper_parallel.plugins.op_table import OpTable, TableEntry
 
 if TYPE_CHECKING:
     import yaml

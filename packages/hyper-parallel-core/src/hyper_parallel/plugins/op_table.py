@@ -119,6 +119,6 @@ class OpTable:
             OpTableError: the table is malformed; the message lists every problem.
             OSError: the file cannot be read.
         """
-        from hyper_parallel.op_table_reader import TableReader
+        from hyper_parallel.plugins.op_table_reader import TableReader
 
         return TableReader(self).entries()
