@@ -61,7 +61,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             install_dummies(Path(folder), count)
             bare = milliseconds("import hyper_parallel", folder)
-            filled = milliseconds("import hyper_parallel.registry as r; r.default_registry().entries()", folder)
+            filled = milliseconds(
+                "import hyper_parallel.registry.registry as r; r.default_registry().entries()", folder
+            )
             rows.append([f"{count} dummy plugins", bare, filled, command_milliseconds(folder)])
     header = ["", "import hyper_parallel", "... and read all plugins", "hyper-parallel plugins, CPU"]
     table("After import torch, ms (median); the program, ms (least)", header, rows)

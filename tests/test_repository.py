@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import hyper_parallel._pack_hints
+import hyper_parallel.registry.pack_hints
 from hyper_parallel import DTensor
 from hyper_parallel.plugins.op_table import OpTable
 
@@ -50,7 +50,7 @@ def test_pack_hints_are_those_of_the_tables():
         for path in sorted(ROOT.glob("packages/hyper-parallel-ops-*/src/**/*.yaml"), reverse=True)  # basic comes last
         for entry in OpTable.from_path(path).entries()
     }
-    assert packs == hyper_parallel._pack_hints.PACK_OF_OP
+    assert packs == hyper_parallel.registry.pack_hints.PACK_OF_OP
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)

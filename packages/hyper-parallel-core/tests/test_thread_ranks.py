@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hyper_parallel import CommTrace, Replicate, Shard, dispatcher, distribute_tensor, init_device_mesh
 from hyper_parallel.plugins import PluginManager
-from hyper_parallel.registry import Registry, use_registry
+from hyper_parallel.registry.registry import Registry, use_registry
 from hyper_parallel.testing import RanksFailed, RanksSkipped, check_op, tensor
 from hyper_parallel.testing.failures import RanksTimedOut
 from hyper_parallel.testing.thread_ranks import run_on_threads

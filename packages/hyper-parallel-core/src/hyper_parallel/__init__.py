@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from hyper_parallel.function_sharding import custom_shard as custom_shard
     from hyper_parallel.module_sharding import ShardingPlan as ShardingPlan
     from hyper_parallel.module_sharding import shard_module as shard_module
-    from hyper_parallel.registry import get_distributed_op as get_distributed_op
-    from hyper_parallel.registry import load_op_table as load_op_table
-    from hyper_parallel.registry import register_distributed_op as register_distributed_op
+    from hyper_parallel.registry.registry import get_distributed_op as get_distributed_op
+    from hyper_parallel.registry.registry import load_op_table as load_op_table
+    from hyper_parallel.registry.registry import register_distributed_op as register_distributed_op
     from hyper_parallel.same_inputs import require_same_inputs as require_same_inputs
     from hyper_parallel.sharding.layout import Layout as Layout
     from hyper_parallel.sharding.mesh import DeviceMesh as DeviceMesh

@@ -15,7 +15,7 @@ _CORE = {
     "hyper_parallel.dfunction": ("DFunction",),
     "hyper_parallel._rules.op": ("DistributedOp",),
     "hyper_parallel._rules.strategy": ("Strategy", "StrategyOp"),
-    "hyper_parallel.registry": ("get_distributed_op", "load_op_table", "register_distributed_op"),
+    "hyper_parallel.registry.registry": ("get_distributed_op", "load_op_table", "register_distributed_op"),
     "hyper_parallel.context": ("SkipDTensorDispatch", "implicit_replication", "redistribute_policy"),
     "hyper_parallel.comm.collectives": ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"),
     "hyper_parallel.tensor.random": ("manual_seed",),

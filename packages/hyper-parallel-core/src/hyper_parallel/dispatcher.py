@@ -21,11 +21,11 @@ from hyper_parallel.cache_key import scan
 from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import Mode, state
 from hyper_parallel.errors import MissingOpError, RedistributionError
-from hyper_parallel.foreign_functions import name_of_served
 from hyper_parallel.meshes import on_mesh
 from hyper_parallel.metadata import handler_of
 from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
-from hyper_parallel.registry import LISTENERS, default_registry, get_distributed_op
+from hyper_parallel.registry.autograd_functions import name_of_served
+from hyper_parallel.registry.registry import LISTENERS, default_registry, get_distributed_op
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.in_place import (

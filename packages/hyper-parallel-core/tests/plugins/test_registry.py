@@ -4,10 +4,10 @@ import pytest
 import torch
 from rules_for_tests import OtherRule, Rule
 
-from hyper_parallel import registry_messages
 from hyper_parallel.errors import MissingOpError, OpConflictError, OpTableError, PluginError
 from hyper_parallel.plugins import PluginManager, use_manager
-from hyper_parallel.registry import (
+from hyper_parallel.registry import messages as registry_messages
+from hyper_parallel.registry.registry import (
     Registry,
     get_distributed_op,
     load_op_table,

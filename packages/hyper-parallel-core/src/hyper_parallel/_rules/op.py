@@ -62,7 +62,7 @@ class DistributedOp:
         if params:
             raise TypeError(f"{type(self).__name__} of op {op_name!r} takes no parameters {sorted(params)}")
         self.op_name = op_name
-        from hyper_parallel.registry import register_instance
+        from hyper_parallel.registry.registry import register_instance
 
         register_instance(self)
 

@@ -16,8 +16,8 @@ from hyper_parallel.analysis.fake_world import fake_mesh
 from hyper_parallel.analysis.sample_calls import SampleCall, sample_calls
 from hyper_parallel.arguments import make_call
 from hyper_parallel.context import redistribute_policy
-from hyper_parallel.op_entry import OpEntry
 from hyper_parallel.plan import Rule
+from hyper_parallel.registry.op_entry import OpEntry
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, is_replicate, is_shard, short
 from hyper_parallel.sharding.spec import make_spec

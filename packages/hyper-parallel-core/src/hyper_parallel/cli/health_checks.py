@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hyper_parallel._pack_hints import PACK_OF_OP
 from hyper_parallel._public_names import FIRST_PARTY_DIST_OF
 from hyper_parallel.cli.installed_packages import Package, entry_points_of_project, packages_of_interest
 from hyper_parallel.errors import OpConflictError, PluginError
 from hyper_parallel.plugins import PluginManager
 from hyper_parallel.plugins.environment import ALLOW, DISABLE, PREFER, STRICT
 from hyper_parallel.plugins.record import how_to_get
-from hyper_parallel.registry import TABLES_FOLDER, Registry
+from hyper_parallel.registry.pack_hints import PACK_OF_OP
+from hyper_parallel.registry.registry import TABLES_FOLDER, Registry
 
 Status = Literal["ok", "warn", "fail"]
 

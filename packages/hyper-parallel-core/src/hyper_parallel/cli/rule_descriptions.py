@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel._rules.op import OpSummary
     from hyper_parallel.analysis.strategy_tables import StrategyTable
-    from hyper_parallel.op_entry import OpEntry
+    from hyper_parallel.registry.op_entry import OpEntry
 
 LEGEND = "R: replicate, S(d): shard of dim d, P(op): pending reduction"
 

@@ -187,7 +187,7 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     info = _INFOS.get(mesh)
     # A new default group means that torch.distributed was started again: the old groups are dead.
     if info is None or not info.is_current():
-        from hyper_parallel.fingerprint import check_same_plugins
+        from hyper_parallel.registry.fingerprint import check_same_plugins
 
         if not dist.is_initialized() or (info is not None and info.mesh is mesh):
             raise gone()

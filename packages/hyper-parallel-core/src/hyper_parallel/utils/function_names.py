@@ -6,7 +6,7 @@ A **bare** name such as ``add`` means every public function of that name: ``torc
 special method (``__getitem__``) means torch.Tensor's.
 
 A **dotted** name means exactly one function: ``torch.nn.functional.linear``, ``Tensor.T``, ``torch.ops.acme.swiglu``,
-``torch_npu.npu_rms_norm``, or the ``apply`` of an ``autograd.Function`` (:mod:`hyper_parallel.foreign_functions`).
+``torch_npu.npu_rms_norm``, or the ``apply`` of an ``autograd.Function`` (:mod:`hyper_parallel.registry.autograd_functions`).
 Nothing is imported to find it: as long as nobody has imported the module, nobody can call the function.
 """
 

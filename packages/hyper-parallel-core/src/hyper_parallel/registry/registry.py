@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.errors import MissingOpError, PluginError
-from hyper_parallel.foreign_functions import serve_apply
-from hyper_parallel.function_index import FunctionIndex
-from hyper_parallel.op_entry import USER, OpEntry, is_building
 from hyper_parallel.plugins.manager import PluginManager, default_manager
 from hyper_parallel.plugins.op_table import OpTable
 from hyper_parallel.plugins.record import PluginRecord
-from hyper_parallel.registry_messages import by_provider, conflict_error, listing, missing_text, taken_error
+from hyper_parallel.registry.autograd_functions import serve_apply
+from hyper_parallel.registry.function_index import FunctionIndex
+from hyper_parallel.registry.messages import by_provider, conflict_error, listing, missing_text, taken_error
+from hyper_parallel.registry.op_entry import USER, OpEntry, is_building
 from hyper_parallel.utils import function_names
 from hyper_parallel.utils.function_names import Function
 

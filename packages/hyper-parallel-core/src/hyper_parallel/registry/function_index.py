@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hyper_parallel.foreign_functions import name_of_served
+from hyper_parallel.registry.autograd_functions import name_of_served
 from hyper_parallel.utils import function_names
 from hyper_parallel.utils.function_names import Function
 

@@ -26,7 +26,7 @@ def check_same_plugins(info: MeshInfo) -> None:
     Raises:
         PluginError: when they differ, or cannot be loaded on some rank; the message lists what each rank has.
     """
-    from hyper_parallel.registry import default_registry
+    from hyper_parallel.registry.registry import default_registry
 
     registry = default_registry()
     if info.coordinate is None or info.mesh.size() == 1 or dist.get_backend(info.group((0,)).group) == "fake":

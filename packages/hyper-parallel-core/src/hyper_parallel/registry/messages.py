@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from hyper_parallel._pack_hints import PACK_OF_OP
 from hyper_parallel.errors import OpConflictError
-from hyper_parallel.op_entry import USER, OpEntry
 from hyper_parallel.plugins.environment import DISABLE, PREFER
 from hyper_parallel.plugins.record import PluginRecord, how_to_get
+from hyper_parallel.registry.op_entry import USER, OpEntry
+from hyper_parallel.registry.pack_hints import PACK_OF_OP
 from hyper_parallel.utils import function_names
 
 TUTORIAL = "docs/write-an-op.md"
@@ -80,7 +80,7 @@ def conflict_error(shown: str, entries: Sequence[OpEntry]) -> OpConflictError:
     name = entries[0].name
     text = f"op {shown!r} has {len(entries)} implementations and nothing says which is meant:\n{listing(entries)}"
     if len(providers) > 1:
-        in_code = f"hyper_parallel.registry.prefer({name!r}, {plugins[0]!r})"
+        in_code = f"hyper_parallel.registry.registry.prefer({name!r}, {plugins[0]!r})"
         text += f"\n  choose one:     {PREFER}={name}={plugins[0]}   or   {in_code}"
     if plugins:
         text += f"\n  or disable one: {DISABLE}={plugins[-1]}"

@@ -1,0 +1,1 @@
+"""Which rule serves which function, from the installed plugins' tables and the user's registrations."""
