@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyper_parallel import CommTrace, Replicate, Shard, dispatcher, distribute_tensor, init_device_mesh
+from hyper_parallel import CommTrace, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.dispatch import dispatcher
 from hyper_parallel.plugins import PluginManager
 from hyper_parallel.registry.registry import Registry, use_registry
 from hyper_parallel.testing import RanksFailed, RanksSkipped, check_op, tensor

@@ -12,8 +12,8 @@ from torch import nn
 
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import varying_axes
+from hyper_parallel.dispatch.plan import vary_axes
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.plan import vary_axes
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard

@@ -87,7 +87,7 @@ def _no(*args: Any) -> bool:
 
 def plain_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A value that every rank has, next to ``tensor`` on its mesh."""
-    from hyper_parallel.arguments import replica_spec
+    from hyper_parallel.dispatch.arguments import replica_spec
     from hyper_parallel.tensor.dtensor import DTensor, wrap
 
     return wrap(value, replica_spec(value, tensor.layout)) if isinstance(tensor, DTensor) else value

@@ -14,7 +14,7 @@ from hyper_parallel._rules.families.empty_shards import zeros_from
 from hyper_parallel._rules.families.exchange import Move, plain
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.plan import fit_rank
+from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard
 

@@ -11,7 +11,7 @@ from hyper_parallel._rules.call import Call
 from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
-from hyper_parallel.dispatcher import dispatch
+from hyper_parallel.dispatch.dispatcher import dispatch
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.tensor.dtensor import DTensor
 

@@ -20,7 +20,7 @@ from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_mor
 from hyper_parallel._rules.families.ranges import keep_range
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S, Strategy, StrategyOp
-from hyper_parallel.plan import fit_rank
+from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import local_shape

@@ -15,7 +15,7 @@ from hyper_parallel._rules.call import Call, Solution, normal_dim
 from hyper_parallel._rules.families.exchange import Move, indices_of, pending_rows, plain
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S, Strategy, StrategyOp
-from hyper_parallel.plan import fit_rank
+from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement, is_shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals

@@ -11,7 +11,7 @@ from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.dispatcher import dispatch
+from hyper_parallel.dispatch.dispatcher import dispatch
 from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.tensor.dtensor import DTensor
 

@@ -11,8 +11,8 @@ from hyper_parallel._rules.call import Call, Signature, Solution, normal_dim
 from hyper_parallel._rules.families.exchange import Move, Moving, pending_rows, plain
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.dispatcher import dispatch
-from hyper_parallel.plan import fit_rank
+from hyper_parallel.dispatch.dispatcher import dispatch
+from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.placements import Partial
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.redistribute_cache import remembered

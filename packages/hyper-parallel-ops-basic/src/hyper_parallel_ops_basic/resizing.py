@@ -13,7 +13,7 @@ from hyper_parallel._rules.families.exchange import Move, indices_of, plain
 from hyper_parallel._rules.families.precision import wide
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.plan import fit_rank
+from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 

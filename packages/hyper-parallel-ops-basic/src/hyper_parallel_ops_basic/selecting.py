@@ -16,7 +16,7 @@ from hyper_parallel._rules.families.elementwise import Elementwise, broadcast_sh
 from hyper_parallel._rules.families.over_axes import global_indices
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import LayoutOp, Strategy
-from hyper_parallel.dispatcher import dispatch
+from hyper_parallel.dispatch.dispatcher import dispatch
 from hyper_parallel.sharding.layout import Layout
 
 from .factories import settled

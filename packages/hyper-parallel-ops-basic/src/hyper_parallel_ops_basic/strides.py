@@ -11,7 +11,7 @@ from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.families.exchange import pending_rows
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.plan import fit_rank
+from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import local_shape
 

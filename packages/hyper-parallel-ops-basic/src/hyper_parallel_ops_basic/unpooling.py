@@ -14,7 +14,7 @@ from hyper_parallel._rules.families.exchange import plain
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.plan import fit_rank
+from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.shard_ranges import local_shape

@@ -20,8 +20,8 @@ from hyper_parallel import DTensor, Layout, Placement, Replicate, Shard
 from hyper_parallel._rules.call import normal_dim
 from hyper_parallel._rules.families.derivatives import first_derivative_only
 from hyper_parallel.comm.redistribute import target_spec
+from hyper_parallel.dispatch.plan import vary_axes
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.plan import vary_axes
 from hyper_parallel.sharding.placements import is_replicate, is_shard, on_dim
 from hyper_parallel.sharding.spec import contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import wrap

@@ -103,7 +103,7 @@ class LayoutOp(DistributedOp):
 
     def preprocess(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Local arguments, and the :class:`Call` as the only cache value."""
-        from hyper_parallel.arguments import local_arguments, make_call
+        from hyper_parallel.dispatch.arguments import local_arguments, make_call
 
         call = make_call(self, None, tuple(args), kwargs)
         local_args, local_kwargs = local_arguments(args, kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.metadata import handler_of
+from hyper_parallel.dispatch.ops_without_rule import handler_of
 from hyper_parallel.tensor.dtensor import DTensor
 
 __all__ = ["is_answered_by_core"]

@@ -14,9 +14,9 @@ from hyper_parallel._rules.op import DistributedOp, FunctionOp
 from hyper_parallel._rules.strategy import LayoutOp, P, S, StrategyOp
 from hyper_parallel.analysis.fake_world import fake_mesh
 from hyper_parallel.analysis.sample_calls import SampleCall, sample_calls
-from hyper_parallel.arguments import make_call
 from hyper_parallel.context import redistribute_policy
-from hyper_parallel.plan import Rule
+from hyper_parallel.dispatch.arguments import make_call
+from hyper_parallel.dispatch.plan import Rule
 from hyper_parallel.registry.op_entry import OpEntry
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, is_replicate, is_shard, short

@@ -53,7 +53,7 @@ def _serve(module: types.ModuleType, class_name: str) -> None:
     by_name = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in signature.parameters.values())
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from hyper_parallel.dispatcher import dispatch
+        from hyper_parallel.dispatch.dispatcher import dispatch
         from hyper_parallel.tensor.dtensor import DTensor
         from hyper_parallel.utils.structures import tensors_of
 

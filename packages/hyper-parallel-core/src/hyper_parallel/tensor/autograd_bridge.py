@@ -295,7 +295,7 @@ _ALIASES = (_aten.alias.default, _aten.detach.default)
 def guard(func: Any, args: Any, kwargs: Any) -> Any:
     """C++ code met a wrapper. What autograd itself does to tensors and gradients is done here; anything else raises."""
     from hyper_parallel.context import redistribute_policy
-    from hyper_parallel.dispatcher import dispatch
+    from hyper_parallel.dispatch.dispatcher import dispatch
     from hyper_parallel.tensor.dtensor import DTensor, wrap
 
     tensor = args[0]

@@ -428,7 +428,7 @@ class DTensor(Wrapper):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The dispatcher needs DTensor, so it is imported when the first operator is called, and then takes this place.
-        from hyper_parallel.dispatcher import dispatch
+        from hyper_parallel.dispatch.dispatcher import dispatch
 
         return dispatch(func, args, kwargs)
 

@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.plan import Plan, finish
+from hyper_parallel.dispatch.plan import Plan, finish
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.spec import dual

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hyper_parallel.comm.trace import CommTrace
 from hyper_parallel.context import redistribute_policy
-from hyper_parallel.dispatcher import cached_plans
+from hyper_parallel.dispatch.dispatcher import cached_plans
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import short

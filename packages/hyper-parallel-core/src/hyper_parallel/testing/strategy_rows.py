@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from hyper_parallel._rules.call import Call, NeedsValue
 from hyper_parallel._rules.matching import Row
 from hyper_parallel._rules.strategy import StrategyOp
-from hyper_parallel.arguments import make_call
-from hyper_parallel.dispatcher import known_rule
+from hyper_parallel.dispatch.arguments import make_call
+from hyper_parallel.dispatch.dispatcher import known_rule
 from hyper_parallel.sharding.placements import Placement, short
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.testing.inputs import Sample

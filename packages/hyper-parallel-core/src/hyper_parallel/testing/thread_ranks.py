@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from hyper_parallel import dispatcher
 from hyper_parallel.comm import trace as comm_trace
+from hyper_parallel.dispatch import dispatcher
 from hyper_parallel.sharding import mesh
 from hyper_parallel.testing import placing, progress
 from hyper_parallel.testing.failures import RankFailure, RanksFailed, RanksSkipped, RanksTimedOut, described

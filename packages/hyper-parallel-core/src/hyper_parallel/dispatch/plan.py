@@ -9,9 +9,9 @@ import torch
 
 from hyper_parallel._rules.call import Call, Ref, Solution, refuse
 from hyper_parallel._rules.op import DistributedOp
-from hyper_parallel.arguments import make_call, make_call_of
 from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.meshes import common_mesh
+from hyper_parallel.dispatch.arguments import make_call, make_call_of
+from hyper_parallel.dispatch.cross_mesh import common_mesh
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate

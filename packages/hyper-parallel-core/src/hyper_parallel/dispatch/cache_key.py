@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import counts_as_replica
+from hyper_parallel.dispatch.arguments import counts_as_replica
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.utils.structures import rebuilt
 

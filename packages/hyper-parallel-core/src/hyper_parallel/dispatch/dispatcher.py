@@ -1,7 +1,7 @@
 """The dispatcher: from a torch function on DTensors to the local call.
 
 A warm call is one dictionary lookup: the key holds the specs of the DTensors (by identity), which of them need a
-gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.plan.Plan`: the function to run on the
+gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.dispatch.plan.Plan`: the function to run on the
 local tensors and the specs of what comes out.
 """
 
@@ -16,14 +16,15 @@ import torch
 from hyper_parallel._rules.call import NeedsValue
 from hyper_parallel._rules.op import DistributedOp, FunctionOp
 from hyper_parallel._rules.strategy import LayoutOp
-from hyper_parallel.arguments import lifted, on_locals, with_value
-from hyper_parallel.cache_key import scan
-from hyper_parallel.changes import changed, with_reduced_forms
 from hyper_parallel.context import Mode, state
+from hyper_parallel.dispatch.arguments import lifted, on_locals, with_value
+from hyper_parallel.dispatch.cache_key import scan
+from hyper_parallel.dispatch.cross_mesh import on_mesh
+from hyper_parallel.dispatch.ops_without_rule import handler_of
+from hyper_parallel.dispatch.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
+from hyper_parallel.dispatch.redistribute_inputs import changed, with_reduced_forms
+from hyper_parallel.dispatch.three_phase_rules import ThreePhaseRule
 from hyper_parallel.errors import MissingOpError, RedistributionError
-from hyper_parallel.meshes import on_mesh
-from hyper_parallel.metadata import handler_of
-from hyper_parallel.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
 from hyper_parallel.registry.autograd_functions import name_of_served
 from hyper_parallel.registry.registry import LISTENERS, default_registry, get_distributed_op
 from hyper_parallel.tensor.autograd_bridge import Marks
@@ -41,7 +42,6 @@ from hyper_parallel.tensor.in_place import (
 )
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
-from hyper_parallel.three_phases import ThreePhaseRule
 from hyper_parallel.utils.function_names import aten_binding
 from hyper_parallel.utils.structures import tensors_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import first_dtensor, map_arguments, replica_spec
-from hyper_parallel.plan import Plan
+from hyper_parallel.dispatch.arguments import first_dtensor, map_arguments, replica_spec
+from hyper_parallel.dispatch.plan import Plan
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.tensor.in_place import vary_in_place
 from hyper_parallel.tensor.redistribute_cache import reduced_form, remembered

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel._rules.call import Call, refuse
-from hyper_parallel.arguments import map_arguments
+from hyper_parallel.dispatch.arguments import map_arguments
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call, Solution, refuse
-from hyper_parallel.arguments import lifted, make_call, on_locals
-from hyper_parallel.cache_key import scan
-from hyper_parallel.changes import changed
 from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.context import state
-from hyper_parallel.meshes import common_mesh, on_mesh
-from hyper_parallel.plan import (
+from hyper_parallel.dispatch.arguments import lifted, make_call, on_locals
+from hyper_parallel.dispatch.cache_key import scan
+from hyper_parallel.dispatch.cross_mesh import common_mesh, on_mesh
+from hyper_parallel.dispatch.plan import (
     Plan,
     Rule,
     fit_rank,
@@ -25,6 +24,7 @@ from hyper_parallel.plan import (
     wrap_many,
     wrap_one,
 )
+from hyper_parallel.dispatch.redistribute_inputs import changed
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, Shard, is_partial, is_replicate
 from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like

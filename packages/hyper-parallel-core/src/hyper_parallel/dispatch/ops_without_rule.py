@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.arguments import local_arguments, on_locals
 from hyper_parallel.context import state
+from hyper_parallel.dispatch.arguments import local_arguments, on_locals
 from hyper_parallel.errors import MissingOpError
 from hyper_parallel.tensor import autograd_bridge
 from hyper_parallel.tensor.dtensor import DTensor

@@ -1,0 +1,1 @@
+"""From a call on DTensors to the local call: arguments, cache key, plan, result."""
