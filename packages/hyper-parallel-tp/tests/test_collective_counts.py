@@ -146,7 +146,7 @@ def test_projections_share_the_gather_of_a_plain_piece():
 
 @pytest.mark.ranks(2)
 def test_what_a_tensor_was_taken_as_is_forgotten_when_it_changes_or_dies():
-    from hyper_parallel.boundary import _taken
+    from hyper_parallel.api.module_boundary import _taken
 
     layer, twin = twins(lambda: nn.Linear(8, 6))
     parallelize_module(layer, mesh(), ColwiseParallel(output_layouts=R))

@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     from hyper_parallel._rules.op import DistributedOp as DistributedOp
     from hyper_parallel._rules.strategy import Strategy as Strategy
     from hyper_parallel._rules.strategy import StrategyOp as StrategyOp
+    from hyper_parallel.api.custom_shard import custom_shard as custom_shard
+    from hyper_parallel.api.dfunction import DFunction as DFunction
+    from hyper_parallel.api.factories import arange as arange
+    from hyper_parallel.api.factories import empty as empty
+    from hyper_parallel.api.factories import full as full
+    from hyper_parallel.api.factories import ones as ones
+    from hyper_parallel.api.factories import rand as rand
+    from hyper_parallel.api.factories import randn as randn
+    from hyper_parallel.api.factories import zeros as zeros
+    from hyper_parallel.api.same_inputs import require_same_inputs as require_same_inputs
+    from hyper_parallel.api.shard_module import ShardingPlan as ShardingPlan
+    from hyper_parallel.api.shard_module import shard_module as shard_module
+    from hyper_parallel.api.visualize import visualize as visualize
     from hyper_parallel.comm.collectives import all_gather as all_gather
     from hyper_parallel.comm.collectives import all_reduce as all_reduce
     from hyper_parallel.comm.collectives import all_to_all as all_to_all
@@ -19,27 +32,15 @@ if TYPE_CHECKING:
     from hyper_parallel.context import SkipDTensorDispatch as SkipDTensorDispatch
     from hyper_parallel.context import implicit_replication as implicit_replication
     from hyper_parallel.context import redistribute_policy as redistribute_policy
-    from hyper_parallel.dfunction import DFunction as DFunction
     from hyper_parallel.errors import CheckpointError as CheckpointError
     from hyper_parallel.errors import MissingOpError as MissingOpError
     from hyper_parallel.errors import MissingPluginError as MissingPluginError
     from hyper_parallel.errors import OpConflictError as OpConflictError
     from hyper_parallel.errors import PluginError as PluginError
     from hyper_parallel.errors import RedistributionError as RedistributionError
-    from hyper_parallel.factories import arange as arange
-    from hyper_parallel.factories import empty as empty
-    from hyper_parallel.factories import full as full
-    from hyper_parallel.factories import ones as ones
-    from hyper_parallel.factories import rand as rand
-    from hyper_parallel.factories import randn as randn
-    from hyper_parallel.factories import zeros as zeros
-    from hyper_parallel.function_sharding import custom_shard as custom_shard
-    from hyper_parallel.module_sharding import ShardingPlan as ShardingPlan
-    from hyper_parallel.module_sharding import shard_module as shard_module
     from hyper_parallel.registry.registry import get_distributed_op as get_distributed_op
     from hyper_parallel.registry.registry import load_op_table as load_op_table
     from hyper_parallel.registry.registry import register_distributed_op as register_distributed_op
-    from hyper_parallel.same_inputs import require_same_inputs as require_same_inputs
     from hyper_parallel.sharding.layout import Layout as Layout
     from hyper_parallel.sharding.mesh import DeviceMesh as DeviceMesh
     from hyper_parallel.sharding.mesh import init_device_mesh as init_device_mesh
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from hyper_parallel.tensor.distribute import distribute_tensor as distribute_tensor
     from hyper_parallel.tensor.dtensor import DTensor as DTensor
     from hyper_parallel.tensor.random import manual_seed as manual_seed
-    from hyper_parallel.visualization import visualize as visualize
 
     __version__: str
 else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement, Replicate
-from hyper_parallel.forwards import replicate_plain_inside
+from hyper_parallel.api.replace_forward import replicate_plain_inside
 from hyper_parallel_tp.prepare import PrepareModuleInput
 from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel, base_layer
 from hyper_parallel_tp.style import ParallelStyle, checked_placement

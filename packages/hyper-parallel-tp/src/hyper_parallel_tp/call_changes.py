@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.forwards import forward_function, set_forward
+from hyper_parallel.api.replace_forward import forward_function, set_forward
 from hyper_parallel.utils.structures import change_values
 
 Change = Callable[[nn.Module, Any], Any]

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
-from hyper_parallel.forwards import replicate_plain_inside
-from hyper_parallel.module_sharding import matching
+from hyper_parallel.api.replace_forward import replicate_plain_inside
+from hyper_parallel.api.shard_module import matching
 from hyper_parallel.sharding.mesh import mesh_info
 from hyper_parallel.tensor.replaced_parameters import replaces_parameters
 from hyper_parallel_tp.known_plans import known_plan

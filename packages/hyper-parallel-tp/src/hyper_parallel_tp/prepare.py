@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement
-from hyper_parallel.boundary import Boundary
+from hyper_parallel.api.module_boundary import Boundary
 from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.local_outputs import local_piece
 from hyper_parallel_tp.style import ParallelStyle, checked_placement

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
-from hyper_parallel.boundary import Boundary
+from hyper_parallel.api.module_boundary import Boundary
+from hyper_parallel.api.replace_forward import set_forward
 from hyper_parallel.comm.redistribute import Move, move_of, moved
-from hyper_parallel.forwards import set_forward
 from hyper_parallel.sharding.layout import as_layout
 from hyper_parallel.sharding.placements import is_partial, is_replicate
 from hyper_parallel.sharding.shard_ranges import local_shape

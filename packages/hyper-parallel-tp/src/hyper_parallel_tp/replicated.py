@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, Replicate, Shard
-from hyper_parallel.boundary import Boundary, map_dtensors
-from hyper_parallel.forwards import replicate_plain_inside
+from hyper_parallel.api.module_boundary import Boundary, map_dtensors
+from hyper_parallel.api.replace_forward import replicate_plain_inside
 from hyper_parallel.sharding.spec import Spec, contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import wrap
 from hyper_parallel_tp.call_changes import change_inputs, change_output, parameter_names

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel import DeviceMesh, PackedShard, Placement, Replicate, Shard
-from hyper_parallel.module_sharding import matcher
+from hyper_parallel.api.shard_module import matcher
 from hyper_parallel_tp.attention import AttentionParallel
 from hyper_parallel_tp.local_compute import LocalCompute
 from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.boundary import Boundary, map_dtensors
-from hyper_parallel.forwards import replicate_plain_inside
+from hyper_parallel.api.module_boundary import Boundary, map_dtensors
+from hyper_parallel.api.replace_forward import replicate_plain_inside
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh, mesh_info
 from hyper_parallel.sharding.placements import Placement

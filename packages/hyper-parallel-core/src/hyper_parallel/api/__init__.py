@@ -1,0 +1,1 @@
+"""What users put around functions and modules: shard_module, custom_shard, DFunction, factories."""
