@@ -16,8 +16,7 @@ from hyper_parallel._rules.strategy import P, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals, local_shape
-
-from .pooling import in_the_whole
+from hyper_parallel_ops_basic.pooling import in_the_whole
 
 __all__ = ["AdaptivePool"]
 

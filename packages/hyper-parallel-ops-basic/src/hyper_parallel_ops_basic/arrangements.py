@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .composed import lying_like
+from hyper_parallel_ops_basic.composed import lying_like
 
 Tensor = torch.Tensor
 

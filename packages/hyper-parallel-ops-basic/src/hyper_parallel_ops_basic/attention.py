@@ -18,8 +18,7 @@ from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement, Replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import box, length
 from hyper_parallel.sharding.spec import NOT_VARYING
-
-from .softmax import softmax_over
+from hyper_parallel_ops_basic.softmax import softmax_over
 
 
 class Attention(StrategyOp):

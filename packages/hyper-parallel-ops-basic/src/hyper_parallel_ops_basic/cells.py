@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from .composed import plain_like
+from hyper_parallel_ops_basic.composed import plain_like
 
 Tensor = torch.Tensor
 Bias = Tensor | None

@@ -16,11 +16,10 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
-
-from .autocast import loss_dtype
-from .class_parallel import ClassShard, class_parallel_losses, weight_of
-from .lookup import Lookup
-from .loss_reduction import reduction_of
+from hyper_parallel_ops_basic.autocast import loss_dtype
+from hyper_parallel_ops_basic.class_parallel import ClassShard, class_parallel_losses, weight_of
+from hyper_parallel_ops_basic.lookup import Lookup
+from hyper_parallel_ops_basic.loss_reduction import reduction_of
 
 
 class ClassLoss(StrategyOp):

@@ -17,8 +17,7 @@ from hyper_parallel._rules.families.held_indices import locate
 from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
-
-from .softmax import shifted
+from hyper_parallel_ops_basic.softmax import shifted
 
 
 @dataclass(frozen=True)

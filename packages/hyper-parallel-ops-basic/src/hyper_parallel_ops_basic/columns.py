@@ -16,10 +16,9 @@ from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals, length, local_shape
-
-from .convolution import each
-from .halo import Window
-from .patches import Patches, in_every_row
+from hyper_parallel_ops_basic.convolution import each
+from hyper_parallel_ops_basic.halo import Window
+from hyper_parallel_ops_basic.patches import Patches, in_every_row
 
 Placed = tuple[Layout, tuple[int, ...]]
 """A tensor's layout and global shape."""

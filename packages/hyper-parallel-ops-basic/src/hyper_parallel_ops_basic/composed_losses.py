@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .loss_reduction import reduction_of
+from hyper_parallel_ops_basic.loss_reduction import reduction_of
 
 Tensor = torch.Tensor
 _EPSILON = 1e-12  # that of PyTorch's cosine_embedding_loss

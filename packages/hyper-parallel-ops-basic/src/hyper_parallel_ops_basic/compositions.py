@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .composed import plain_like
-from .sampling import drawn_from
+from hyper_parallel_ops_basic.composed import plain_like
+from hyper_parallel_ops_basic.sampling import drawn_from
 
 Tensor = torch.Tensor
 

@@ -14,8 +14,7 @@ from hyper_parallel._rules.families.exchange import Move
 from hyper_parallel._rules.strategy import P, S, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-
-from .convolution import SlidingKernel, each
+from hyper_parallel_ops_basic.convolution import SlidingKernel, each
 
 __all__ = ["ConvTranspose"]
 

@@ -17,8 +17,7 @@ from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard
-
-from .halo import Window
+from hyper_parallel_ops_basic.halo import Window
 
 __all__ = ["Convolution"]
 

@@ -14,9 +14,8 @@ from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.dispatch.dispatcher import dispatch
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.tensor.dtensor import DTensor
-
-from .extremes import local_extreme
-from .one_hot import number_of_classes
+from hyper_parallel_ops_basic.extremes import local_extreme
+from hyper_parallel_ops_basic.one_hot import number_of_classes
 
 
 class Histogram(StrategyOp):

@@ -2,7 +2,7 @@
 
 A table that is sharded along the vocabulary is looked up where the rows are: every rank fills in the vectors that it
 holds and zeros for the others, a pending sum that the next operator reduces (or reduce-scatters for sequence parallel).
-Ids that are sharded by the same mesh axes fetch their rows (:mod:`.exchanging`).
+Ids that are sharded by the same mesh axes fetch their rows (:mod:`hyper_parallel_ops_basic.exchanging`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
-
-from .exchanging import Exchange, placed_along
+from hyper_parallel_ops_basic.exchanging import Exchange, placed_along
 
 
 class Embedding(StrategyOp):

@@ -14,9 +14,8 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
-
-from .attention import gathering
-from .kernel_attention import Arguments, Change, Form, KernelAttention, end_of_keys
+from hyper_parallel_ops_basic.attention import gathering
+from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention, end_of_keys
 
 __all__ = ["FlashAttention", "VarlenAttention"]
 

@@ -1,7 +1,7 @@
 """Reading elements by index along a dimension: ``index_select``, ``gather``.
 
 From a tensor that is sharded along that dimension every rank takes what it holds, with zeros for the rest: a pending
-sum. An index that is sharded by the same mesh axes fetches its elements (:mod:`.exchanging`).
+sum. An index that is sharded by the same mesh axes fetches its elements (:mod:`hyper_parallel_ops_basic.exchanging`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, on_dim
-
-from .exchanging import Exchange, placed_along
-from .lookup import Lookup
+from hyper_parallel_ops_basic.exchanging import Exchange, placed_along
+from hyper_parallel_ops_basic.lookup import Lookup
 
 
 def pending_of(call: Call, name: str) -> list[Partial]:

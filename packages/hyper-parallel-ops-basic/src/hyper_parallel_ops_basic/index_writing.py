@@ -24,13 +24,19 @@ from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate, Shard, is_replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.sharding.spec import Spec
-
-from .gathered_inputs import gathered_inside
-from .index_arguments import Index, parts_of
-from .picking import of_dims
-from .piece_writing import Value, Writing
-from .sharded_masks import axes_of, beside_of, in_chunks, leading, lying_as_picked, the_sharded_mask
-from .travelling import Travelling, travelling_with
+from hyper_parallel_ops_basic.gathered_inputs import gathered_inside
+from hyper_parallel_ops_basic.index_arguments import Index, parts_of
+from hyper_parallel_ops_basic.picking import of_dims
+from hyper_parallel_ops_basic.piece_writing import Value, Writing
+from hyper_parallel_ops_basic.sharded_masks import (
+    axes_of,
+    beside_of,
+    in_chunks,
+    leading,
+    lying_as_picked,
+    the_sharded_mask,
+)
+from hyper_parallel_ops_basic.travelling import Travelling, travelling_with
 
 
 class SetItem(LayoutOp):

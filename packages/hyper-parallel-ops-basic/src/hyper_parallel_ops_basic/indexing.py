@@ -26,11 +26,10 @@ from hyper_parallel.sharding.placements import Partial, Placement, Replicate, on
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec, memory_order
 from hyper_parallel.tensor.dtensor import wrap
-
-from .exchanging import Exchange, placed_along
-from .index_arguments import Index, Item, as_ids, asked_for, check_whole_ids, parts_of
-from .picking import by_data
-from .sharded_masks import beside_of, leading, read_together, the_sharded_mask
+from hyper_parallel_ops_basic.exchanging import Exchange, placed_along
+from hyper_parallel_ops_basic.index_arguments import Index, Item, as_ids, asked_for, check_whole_ids, parts_of
+from hyper_parallel_ops_basic.picking import by_data
+from hyper_parallel_ops_basic.sharded_masks import beside_of, leading, read_together, the_sharded_mask
 
 
 class GetItem(StrategyOp):

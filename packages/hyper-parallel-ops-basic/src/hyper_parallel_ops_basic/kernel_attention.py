@@ -16,8 +16,7 @@ from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-
-from .attention import gathering
+from hyper_parallel_ops_basic.attention import gathering
 
 __all__ = ["Arguments", "Change", "Form", "KernelAttention", "end_of_keys"]
 

@@ -16,8 +16,7 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement
-
-from .autocast import widened
+from hyper_parallel_ops_basic.autocast import widened
 
 
 class RowNorm(StrategyOp):

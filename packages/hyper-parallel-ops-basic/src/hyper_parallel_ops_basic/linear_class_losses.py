@@ -23,11 +23,19 @@ from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate
-
-from .autocast import loss_dtype
-from .class_losses import reduced_losses, unknown_targets, weight_is_sharded, weight_placement
-from .class_parallel import ClassShard, Labels, Terms, exchanged, index_losses, pick, score_sum, scores_gradient
-from .loss_reduction import reduction_of
+from hyper_parallel_ops_basic.autocast import loss_dtype
+from hyper_parallel_ops_basic.class_losses import reduced_losses, unknown_targets, weight_is_sharded, weight_placement
+from hyper_parallel_ops_basic.class_parallel import (
+    ClassShard,
+    Labels,
+    Terms,
+    exchanged,
+    index_losses,
+    pick,
+    score_sum,
+    scores_gradient,
+)
+from hyper_parallel_ops_basic.loss_reduction import reduction_of
 
 _EFFICIENT_ROWS = 256  # with fewer, a product spends its time on reading the weight
 

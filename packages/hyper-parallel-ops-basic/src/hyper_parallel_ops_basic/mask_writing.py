@@ -22,10 +22,9 @@ from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard, is_replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import Spec
-
-from .factories import settled
-from .picking import Picked, of_dims
-from .planes import held_places
+from hyper_parallel_ops_basic.factories import settled
+from hyper_parallel_ops_basic.picking import Picked, of_dims
+from hyper_parallel_ops_basic.planes import held_places
 
 
 class MaskedScatter(LayoutOp):

@@ -18,9 +18,8 @@ from hyper_parallel._rules.strategy import S, Strategy
 from hyper_parallel.comm.reduce_ops import norm_op
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
-
-from .autocast import widened
-from .extremes import local_extreme, tie_share, unfold
+from hyper_parallel_ops_basic.autocast import widened
+from hyper_parallel_ops_basic.extremes import local_extreme, tie_share, unfold
 
 # Parameters of the two functions, and the name of the one that is the order.
 _FORMS = {

@@ -12,9 +12,8 @@ from hyper_parallel._rules.families.exchange import NOTHING, Move, indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-
-from .halo import Window
-from .planes import held_places
+from hyper_parallel_ops_basic.halo import Window
+from hyper_parallel_ops_basic.planes import held_places
 
 __all__ = ["Patches", "in_every_row"]
 

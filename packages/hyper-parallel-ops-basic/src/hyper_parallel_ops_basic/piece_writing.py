@@ -16,12 +16,11 @@ from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel.sharding.spec import NOT_VARYING
-
-from .index_arguments import Index, as_ids, asked_for, check_whole_ids, dims_read
-from .sharded_masks import Beside, ShardedMask
+from hyper_parallel_ops_basic.index_arguments import Index, as_ids, asked_for, check_whole_ids, dims_read
+from hyper_parallel_ops_basic.sharded_masks import Beside, ShardedMask
 
 if TYPE_CHECKING:
-    from .travelling import Travelling
+    from hyper_parallel_ops_basic.travelling import Travelling
 
 
 class Value:

@@ -15,8 +15,7 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Replicate
-
-from .loss_reduction import reduction_of
+from hyper_parallel_ops_basic.loss_reduction import reduction_of
 
 
 class PointwiseLoss(StrategyOp):

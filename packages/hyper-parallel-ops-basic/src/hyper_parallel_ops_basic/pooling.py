@@ -14,9 +14,8 @@ from hyper_parallel._rules.families.exchange import plain
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
-
-from .convolution import each
-from .halo import Window
+from hyper_parallel_ops_basic.convolution import each
+from hyper_parallel_ops_basic.halo import Window
 
 __all__ = ["Pool", "in_the_whole"]
 

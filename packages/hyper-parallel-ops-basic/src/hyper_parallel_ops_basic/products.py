@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .composed import plain_like
+from hyper_parallel_ops_basic.composed import plain_like
 
 Tensor = torch.Tensor
 

@@ -16,8 +16,7 @@ from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.placements import Partial
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.redistribute_cache import remembered
-
-from .joining import packed_or_plain, sections_of
+from hyper_parallel_ops_basic.joining import packed_or_plain, sections_of
 
 
 class Flip(Moving):

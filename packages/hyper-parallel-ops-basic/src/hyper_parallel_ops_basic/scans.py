@@ -16,8 +16,7 @@ from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Partial
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-
-from .extremes import neutral
+from hyper_parallel_ops_basic.extremes import neutral
 
 
 class Scan(StrategyOp):

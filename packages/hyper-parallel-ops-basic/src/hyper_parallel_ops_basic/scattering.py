@@ -2,7 +2,7 @@
 
 A target that is sharded along that dimension keeps its layout: every rank writes what falls into its piece. Sources
 that are sharded along it leave a pending sum where the operation adds. Where target, index and sources are sharded by
-the same mesh axes, the sources travel to the ranks that hold their places (:mod:`.exchanging`).
+the same mesh axes, the sources travel to the ranks that hold their places (:mod:`hyper_parallel_ops_basic.exchanging`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-
-from .exchanging import Exchange, placed_along
-from .gathered_inputs import gathered_inside
+from hyper_parallel_ops_basic.exchanging import Exchange, placed_along
+from hyper_parallel_ops_basic.gathered_inputs import gathered_inside
 
 
 class _Write(StrategyOp):

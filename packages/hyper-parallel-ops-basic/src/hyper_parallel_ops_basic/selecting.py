@@ -18,9 +18,8 @@ from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import LayoutOp, Strategy
 from hyper_parallel.dispatch.dispatcher import dispatch
 from hyper_parallel.sharding.layout import Layout
-
-from .factories import settled
-from .picking import Picked, by_data, known
+from hyper_parallel_ops_basic.factories import settled
+from hyper_parallel_ops_basic.picking import Picked, by_data, known
 
 _ARGUMENTS = Signature("input, mask")  # of masked_select
 

@@ -19,9 +19,8 @@ from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
 from hyper_parallel.sharding.spec import NOT_VARYING
 from hyper_parallel.tensor.random import local_part
-
-from .index_arguments import Index, Item, as_ids
-from .picking import Picked, of_dims
+from hyper_parallel_ops_basic.index_arguments import Index, Item, as_ids
+from hyper_parallel_ops_basic.picking import Picked, of_dims
 
 
 class ShardedMask:

@@ -1,4 +1,4 @@
-"""Functions of samples in time and of observations, in terms of others; see :mod:`.composed`."""
+"""Functions of samples in time and of observations, in terms of others; see :mod:`hyper_parallel_ops_basic.composed`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from hyper_parallel.sharding.placements import Replicate
 from hyper_parallel.tensor.dtensor import DTensor
-
-from .composed import plain_like
+from hyper_parallel_ops_basic.composed import plain_like
 
 Tensor = torch.Tensor
 

@@ -14,17 +14,16 @@ from hyper_parallel._rules.families.reduction import Reduction
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
-
-from .autocast import widened
-from .extremes import local_extreme
-from .lookup import known_sums
+from hyper_parallel_ops_basic.autocast import widened
+from hyper_parallel_ops_basic.extremes import local_extreme
+from hyper_parallel_ops_basic.lookup import known_sums
 
 
 class Softmax(StrategyOp):
     """``softmax`` and ``log_softmax`` (every form), ``softmin``.
 
     A sharded ``dim``: the maximum and the sum of exponentials are all-reduced forward (of one element per row), and one
-    sum backward, unless who made the gradient knows it (:mod:`.lookup`).
+    sum backward, unless who made the gradient knows it (:mod:`hyper_parallel_ops_basic.lookup`).
 
     Args:
         log: whether the logarithm is returned.

@@ -12,8 +12,7 @@ from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S, Strategy
 from hyper_parallel.sharding.layout import Layout
-
-from .along_dim import AlongDim
+from hyper_parallel_ops_basic.along_dim import AlongDim
 
 
 class TopK(AlongDim):

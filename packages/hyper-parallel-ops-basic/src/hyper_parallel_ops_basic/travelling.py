@@ -14,10 +14,9 @@ from hyper_parallel._rules.call import Call
 from hyper_parallel._rules.strategy import S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
-
-from .exchanging import Exchange
-from .index_arguments import Index, Item, as_ids
-from .piece_writing import Value
+from hyper_parallel_ops_basic.exchanging import Exchange
+from hyper_parallel_ops_basic.index_arguments import Index, Item, as_ids
+from hyper_parallel_ops_basic.piece_writing import Value
 
 
 class Travelling:

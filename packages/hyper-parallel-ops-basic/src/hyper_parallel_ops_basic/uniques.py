@@ -17,9 +17,8 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement
-
-from .factories import settled
-from .picking import by_data, known, of_dims
+from hyper_parallel_ops_basic.factories import settled
+from hyper_parallel_ops_basic.picking import by_data, known, of_dims
 
 
 class Unique(LayoutOp):

@@ -18,8 +18,7 @@ from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.shard_ranges import local_shape
-
-from .planes import held_places
+from hyper_parallel_ops_basic.planes import held_places
 
 
 class MaxUnpool(StrategyOp):

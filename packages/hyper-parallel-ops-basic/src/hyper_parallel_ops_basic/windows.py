@@ -13,8 +13,7 @@ from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_mor
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
-
-from .halo import Window
+from hyper_parallel_ops_basic.halo import Window
 
 
 class Unfold(StrategyOp):

@@ -13,8 +13,7 @@ import torch
 
 from hyper_parallel._rules.call import Call
 from hyper_parallel_ops_basic.kernel_attention import Arguments, end_of_keys
-
-from .reference import left_out
+from hyper_parallel_ops_deepseek.reference import left_out
 
 __all__ = ["Band", "row_dim"]
 

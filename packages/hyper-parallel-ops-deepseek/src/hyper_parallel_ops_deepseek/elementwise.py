@@ -15,8 +15,7 @@ from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.dispatch.plan import fit_rank
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-
-from .reference import rotated, with_rotated
+from hyper_parallel_ops_deepseek.reference import rotated, with_rotated
 
 __all__ = ["RotaryMul", "SwiGLU"]
 

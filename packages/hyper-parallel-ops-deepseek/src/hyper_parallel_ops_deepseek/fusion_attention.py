@@ -11,9 +11,8 @@ from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
 from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention
-
-from .attention_band import Band, row_dim
-from .reference import npu_fusion_attention
+from hyper_parallel_ops_deepseek.attention_band import Band, row_dim
+from hyper_parallel_ops_deepseek.reference import npu_fusion_attention
 
 __all__ = ["FusionAttention"]
 
