@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hyper_parallel import CommTrace, PackedShard, Partial, Replicate, Shard, distribute_tensor
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
-from hyper_parallel_ops_basic.grouped_mm import plain_grouped_mm
+from hyper_parallel_ops_basic.moe.grouped_mm import plain_grouped_mm
 
 OFFS = torch.tensor([2, 2, 5, 7, 8], dtype=torch.int32)
 FEW = torch.tensor([3, 8], dtype=torch.int32)

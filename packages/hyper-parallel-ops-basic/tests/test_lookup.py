@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import CommTrace, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from hyper_parallel_ops_basic.lookup import _notes
+from hyper_parallel_ops_basic.indexing.lookup import _notes
 
 R = Replicate()
 ROWS, CLASSES = 8, 13  # uneven over 2 and over 4

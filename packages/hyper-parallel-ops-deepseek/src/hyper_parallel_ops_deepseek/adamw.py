@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel._rules.call import Signature
-from hyper_parallel_ops_basic.foreach import FusedStep
+from hyper_parallel_ops_basic.optimizer.foreach import FusedStep
 
 __all__ = ["ApplyAdamW"]
 

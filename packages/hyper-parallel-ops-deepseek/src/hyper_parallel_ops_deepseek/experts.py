@@ -16,7 +16,7 @@ from hyper_parallel.comm.redistribute import transition
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Placement
 from hyper_parallel.sharding.spec import NOT_VARYING
-from hyper_parallel_ops_basic.grouped_mm import LABELS, ends_among, held_of_label, with_own_groups
+from hyper_parallel_ops_basic.moe.grouped_mm import LABELS, ends_among, held_of_label, with_own_groups
 from hyper_parallel_ops_deepseek.reference import group_ends, sorted_by_expert, weighted_sum
 
 __all__ = ["GroupedMatmul", "TokenPermute", "TokenUnpermute"]

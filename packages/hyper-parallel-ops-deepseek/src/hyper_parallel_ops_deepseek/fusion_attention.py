@@ -10,7 +10,7 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
-from hyper_parallel_ops_basic.kernel_attention import Arguments, Change, Form, KernelAttention
+from hyper_parallel_ops_basic.attention.kernel_attention import Arguments, Change, Form, KernelAttention
 from hyper_parallel_ops_deepseek.attention_band import Band, row_dim
 from hyper_parallel_ops_deepseek.reference import npu_fusion_attention
 

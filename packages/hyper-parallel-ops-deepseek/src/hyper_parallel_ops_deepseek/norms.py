@@ -12,7 +12,7 @@ from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.sharding.placements import Placement
-from hyper_parallel_ops_basic.layer_norm import Normalise, RowNorm
+from hyper_parallel_ops_basic.normalization.layer_norm import Normalise, RowNorm
 
 __all__ = ["NpuAddRMSNorm", "NpuRMSNorm"]
 

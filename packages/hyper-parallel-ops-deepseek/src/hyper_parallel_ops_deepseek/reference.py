@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
-from hyper_parallel_ops_basic.grouped_mm import plain_grouped_mm
+from hyper_parallel_ops_basic.moe.grouped_mm import plain_grouped_mm
 
 __all__ = [
     "npu_add_rms_norm",

@@ -1,0 +1,1 @@
+"""Other names of functions that have a rule."""

@@ -1,0 +1,1 @@
+"""Reading and writing by index, mask and table."""

@@ -1,0 +1,1 @@
+"""What optimizers, clipping and scaling call."""

@@ -1,0 +1,1 @@
+"""Folding dims away, and running forms of it."""

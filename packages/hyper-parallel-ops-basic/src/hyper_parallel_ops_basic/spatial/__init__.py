@@ -1,0 +1,1 @@
+"""Convolution, pooling and other operators on images."""

@@ -1,0 +1,1 @@
+"""Reading, filling, copying and casting of values."""
