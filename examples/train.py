@@ -192,7 +192,7 @@ class ManyRanks:
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same modules: every layer split over tp, parameters and optimizer spread over dp too."""
         from hyper_parallel import fully_shard, parallelize_module
-        from hyper_parallel_tp.plans import qwen3_plan
+        from hyper_parallel_tp.plans.decoders import qwen3_plan
 
         parallelize_module(model, self.mesh["tp"], qwen3_plan(sequence_parallel=True, loss_parallel=True))
         for layer in model.model.layers:

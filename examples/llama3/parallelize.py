@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/llama3/parallelize.py
 
-The plan is spelt out here; `hyper_parallel_tp.plans.llama3_plan` is the same with switches.
+The plan is spelt out here; `hyper_parallel_tp.plans.decoders.llama3_plan` is the same with switches.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from hyper_parallel import ParallelDims, fully_shard, parallelize_module
-from hyper_parallel_tp.plans import qwen3_plan
+from hyper_parallel_tp.plans.decoders import qwen3_plan
 
 
 def parallelize_qwen3(folder: Path, dims: ParallelDims) -> nn.Module:

@@ -18,7 +18,7 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
-from hyper_parallel_tp.plans import llama3_plan
+from hyper_parallel_tp.plans.decoders import llama3_plan
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -24,7 +24,7 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
-from hyper_parallel_tp.plans import llama3_plan
+from hyper_parallel_tp.plans.decoders import llama3_plan
 
 R, S1 = Replicate(), Shard(1)
 

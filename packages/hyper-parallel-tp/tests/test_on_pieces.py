@@ -18,7 +18,7 @@ from hyper_parallel import (
     distribute_tensor,
     parallelize_module,
 )
-from hyper_parallel_tp import on_pieces
+from hyper_parallel_tp.styles import local_layers as on_pieces
 
 R, S1, LAST = Replicate(), Shard(1), Shard(-1)
 

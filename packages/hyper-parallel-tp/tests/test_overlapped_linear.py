@@ -24,7 +24,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel_tp.overlapped_linear import _gathered
+from hyper_parallel_tp.overlap.overlapped_linear import _gathered
 
 R = Replicate()
 IN, OUT = 6, 10

@@ -7,10 +7,10 @@ import torch
 from tp_models import Mlp, check_gradients, language_model, mesh, whole
 
 from hyper_parallel import ColwiseParallel, NoParallel, PackedShard, Shard, parallelize_module
-from hyper_parallel_tp.attention import AttentionParallel
-from hyper_parallel_tp.local_compute import LocalCompute
-from hyper_parallel_tp.plans import qwen3_vl_plan
-from hyper_parallel_tp.transformers_plan import transformers_plan
+from hyper_parallel_tp.plans.decoders import qwen3_vl_plan
+from hyper_parallel_tp.plans.transformers import transformers_plan
+from hyper_parallel_tp.styles.attention import AttentionParallel
+from hyper_parallel_tp.styles.local_compute import LocalCompute
 
 pytest.importorskip("transformers")
 
@@ -166,7 +166,7 @@ def test_all_words_of_the_installed_transformers_are_known():
     """A word that a new version adds is found here, not by a user."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    from hyper_parallel_tp import transformers_plan as translation
+    from hyper_parallel_tp.plans import transformers as translation
 
     known = {*translation.MODULE_STYLES, *translation.WHOLE, *translation.FOLLOWS}
     known |= {"moe_tp_experts", "packed_colwise", "packed_rowwise"}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tp_models import language_model
 
 from hyper_parallel import CommTrace, DTensor, ParallelDims, init_device_mesh, parallelize_module
-from hyper_parallel_tp.plans import llama3_plan, qwen3_plan
+from hyper_parallel_tp.plans.decoders import llama3_plan, qwen3_plan
 
 pytest.importorskip("transformers")
 

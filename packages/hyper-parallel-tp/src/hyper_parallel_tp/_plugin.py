@@ -8,18 +8,22 @@ from hyper_parallel.plugins import hookimpl
 HYPER_PARALLEL_API = 1
 
 _NAMES = {
-    "hyper_parallel_tp.attention": ("AttentionParallel",),
+    "hyper_parallel_tp.styles.attention": ("AttentionParallel",),
     "hyper_parallel_tp.input_reshard": ("input_reshard",),
-    "hyper_parallel_tp.local_compute": ("LocalCompute",),
-    "hyper_parallel_tp.loss_parallel": ("gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"),
-    "hyper_parallel_tp.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
-    "hyper_parallel_tp.overlapped_linear": ("all_gather_linear", "linear_reduce_scatter"),
+    "hyper_parallel_tp.styles.local_compute": ("LocalCompute",),
+    "hyper_parallel_tp.loss.loss_parallel": (
+        "gather_tensor_parallel_logits",
+        "is_loss_parallel_active",
+        "loss_parallel",
+    ),
+    "hyper_parallel_tp.loss.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
+    "hyper_parallel_tp.overlap.overlapped_linear": ("all_gather_linear", "linear_reduce_scatter"),
     "hyper_parallel_tp.parallel_dims": ("ParallelDims",),
     "hyper_parallel_tp.parallelize": ("parallelize_module",),
-    "hyper_parallel_tp.prepare": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
-    "hyper_parallel_tp.projections": ("ColwiseParallel", "RowwiseParallel"),
-    "hyper_parallel_tp.replicated": ("NoParallel", "SequenceParallel"),
-    "hyper_parallel_tp.style": ("ParallelStyle",),
+    "hyper_parallel_tp.styles.prepare": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
+    "hyper_parallel_tp.styles.colwise_rowwise": ("ColwiseParallel", "RowwiseParallel"),
+    "hyper_parallel_tp.styles.sequence_parallel": ("NoParallel", "SequenceParallel"),
+    "hyper_parallel_tp.styles.style": ("ParallelStyle",),
 }
 
 
@@ -30,6 +34,6 @@ def hyper_parallel_public_names() -> Mapping[str, str]:
 
 @hookimpl
 def hyper_parallel_sharding_plan(model: Any) -> Any:
-    from hyper_parallel_tp.plans import plan_of
+    from hyper_parallel_tp.plans.decoders import plan_of
 
     return plan_of(model)

@@ -17,10 +17,10 @@ from hyper_parallel.api.replace_forward import replicate_plain_inside
 from hyper_parallel.api.shard_module import matching
 from hyper_parallel.sharding.mesh import mesh_info
 from hyper_parallel.tensor.replaced_parameters import replaces_parameters
-from hyper_parallel_tp.known_plans import known_plan
-from hyper_parallel_tp.late_adapters import explain_late_adapters
-from hyper_parallel_tp.style import ParallelStyle
-from hyper_parallel_tp.transformers_plan import style_of
+from hyper_parallel_tp.plans.known import known_plan
+from hyper_parallel_tp.plans.late_adapters import explain_late_adapters
+from hyper_parallel_tp.plans.transformers import style_of
+from hyper_parallel_tp.styles.style import ParallelStyle
 
 __all__ = ["parallelize_module"]
 
@@ -47,7 +47,7 @@ def parallelize_module(
             mappings of the same kind. ``*`` in a name stands for one component or a part of one (``?`` and ``[0-9]``
             for a character), ``**`` for any number of them; ``""`` is the module itself. Or a :class:`ShardingPlan`.
             None: the model's own plan, where a plugin or ``transformers`` knows one
-            (:mod:`hyper_parallel_tp.known_plans`), also inside the wrapper of ``peft``; else a warning, and nothing is
+            (:mod:`hyper_parallel_tp.plans.known`), also inside the wrapper of ``peft``; else a warning, and nothing is
             done.
         src_data_rank: rank along the mesh whose parameters count: they are scattered and broadcast to the others. None:
             each rank uses what it has.

@@ -12,7 +12,7 @@ from torch import nn
 from hyper_parallel import DeviceMesh, DTensor, Replicate, all_reduce
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.tensor.redistribute_cache import remembered
-from hyper_parallel_tp.loss_parallel import loss_parallel
+from hyper_parallel_tp.loss.loss_parallel import loss_parallel
 
 __all__ = ["FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"]
 

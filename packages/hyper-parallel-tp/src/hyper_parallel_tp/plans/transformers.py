@@ -15,11 +15,11 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, PackedShard, Placement, Replicate, Shard
 from hyper_parallel.api.shard_module import matcher
-from hyper_parallel_tp.attention import AttentionParallel
-from hyper_parallel_tp.local_compute import LocalCompute
-from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel
-from hyper_parallel_tp.replicated import NoParallel, SequenceParallel
-from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.styles.attention import AttentionParallel
+from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel
+from hyper_parallel_tp.styles.local_compute import LocalCompute
+from hyper_parallel_tp.styles.sequence_parallel import NoParallel, SequenceParallel
+from hyper_parallel_tp.styles.style import ParallelStyle
 
 __all__ = ["transformers_plan"]
 

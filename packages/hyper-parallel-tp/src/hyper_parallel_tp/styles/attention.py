@@ -6,9 +6,9 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement, Replicate
 from hyper_parallel.api.replace_forward import replicate_plain_inside
-from hyper_parallel_tp.prepare import PrepareModuleInput
-from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel, base_layer
-from hyper_parallel_tp.style import ParallelStyle, checked_placement
+from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel, base_layer
+from hyper_parallel_tp.styles.prepare import PrepareModuleInput
+from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["AttentionParallel"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch import nn
 
 from hyper_parallel import Placement, Replicate, Shard
-from hyper_parallel_tp.attention import AttentionParallel
-from hyper_parallel_tp.prepare import PrepareModuleInput
-from hyper_parallel_tp.projections import ColwiseParallel, RowwiseParallel
-from hyper_parallel_tp.replicated import NoParallel, SequenceParallel
-from hyper_parallel_tp.style import ParallelStyle
+from hyper_parallel_tp.styles.attention import AttentionParallel
+from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel
+from hyper_parallel_tp.styles.prepare import PrepareModuleInput
+from hyper_parallel_tp.styles.sequence_parallel import NoParallel, SequenceParallel
+from hyper_parallel_tp.styles.style import ParallelStyle
 
 __all__ = ["llama3_plan", "qwen3_plan", "qwen3_vl_plan"]
 

@@ -14,10 +14,10 @@ from hyper_parallel.api.module_boundary import Boundary, map_dtensors
 from hyper_parallel.api.replace_forward import replicate_plain_inside
 from hyper_parallel.sharding.spec import Spec, contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import wrap
-from hyper_parallel_tp.call_changes import change_inputs, change_output, parameter_names
-from hyper_parallel_tp.local_outputs import check_pieces, local_piece
-from hyper_parallel_tp.on_pieces import Compute, compute_on_pieces, function_of_pieces
-from hyper_parallel_tp.style import ParallelStyle, checked_placement
+from hyper_parallel_tp.styles.call_changes import change_inputs, change_output, parameter_names
+from hyper_parallel_tp.styles.local_layers import Compute, compute_on_pieces, function_of_pieces
+from hyper_parallel_tp.styles.local_outputs import check_pieces, local_piece
+from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["NoParallel", "SequenceParallel"]
 

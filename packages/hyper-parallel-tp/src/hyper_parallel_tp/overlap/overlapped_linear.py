@@ -26,7 +26,7 @@ from hyper_parallel.sharding.placements import is_replicate, is_shard, on_dim
 from hyper_parallel.sharding.spec import contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import wrap
 from hyper_parallel.tensor.redistribute_cache import remembered
-from hyper_parallel_tp.sequence_pieces import SequencePieces
+from hyper_parallel_tp.overlap.sequence_pieces import SequencePieces
 
 __all__ = ["all_gather_linear", "linear_reduce_scatter"]
 

@@ -18,7 +18,7 @@ from hyper_parallel.sharding.mesh import MeshInfo, mesh_info
 from hyper_parallel.sharding.placements import is_partial, is_replicate, is_shard
 from hyper_parallel.tensor.redistribute_cache import remembered
 from hyper_parallel.utils.structures import map_structure, tensors_of
-from hyper_parallel_tp.style import ParallelStyle, checked_placement
+from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["LocalCompute"]
 

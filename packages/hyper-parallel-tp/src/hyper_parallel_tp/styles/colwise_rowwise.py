@@ -18,11 +18,11 @@ from hyper_parallel.sharding.placements import is_partial, is_replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import wrap
-from hyper_parallel_tp.call_changes import Change, change_inputs, change_outputs
-from hyper_parallel_tp.local_outputs import check_pieces, local_piece
-from hyper_parallel_tp.on_pieces import compute_on_pieces, function_of_pieces
-from hyper_parallel_tp.overlapped_linear import all_gather_linear, linear_reduce_scatter
-from hyper_parallel_tp.style import ParallelStyle, checked_placement
+from hyper_parallel_tp.overlap.overlapped_linear import all_gather_linear, linear_reduce_scatter
+from hyper_parallel_tp.styles.call_changes import Change, change_inputs, change_outputs
+from hyper_parallel_tp.styles.local_layers import compute_on_pieces, function_of_pieces
+from hyper_parallel_tp.styles.local_outputs import check_pieces, local_piece
+from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 

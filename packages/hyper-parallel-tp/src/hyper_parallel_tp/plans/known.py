@@ -8,7 +8,7 @@ from torch import nn
 
 from hyper_parallel import DeviceMesh
 from hyper_parallel.plugins import default_manager
-from hyper_parallel_tp.transformers_plan import transformers_plan
+from hyper_parallel_tp.plans.transformers import transformers_plan
 
 __all__ = ["known_plan"]
 

@@ -1,0 +1,1 @@
+"""Parallel styles: what parallelize_module applies to a module."""
