@@ -22,7 +22,7 @@ from hyper_parallel._rules.families.views import Reshape
 from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.testing import OpConformance, make, mesh_of, sample, tensor
 from hyper_parallel.testing.drawing import InputSpace, smallest
-from hyper_parallel.testing.function_operators import Rows, distributed
+from hyper_parallel.testing.function_operators import StrategyFunctionOp, distributed
 from hyper_parallel.testing.inputs import Sample
 from hyper_parallel.testing.layouts import axis_placements, tensor_placements
 
@@ -59,7 +59,9 @@ def right_view(x, *sizes):
 
 
 @distributed(
-    Rows, rows=lambda call: [Strategy([S(0)], (S(0), R)), Strategy([S(1)], (S(1), R))], num_outputs=lambda c: 2
+    StrategyFunctionOp,
+    rows=lambda call: [Strategy([S(0)], (S(0), R)), Strategy([S(1)], (S(1), R))],
+    num_outputs=lambda c: 2,
 )
 def right_with_shape(x):
     return x * 2, torch.zeros((), dtype=x.dtype)

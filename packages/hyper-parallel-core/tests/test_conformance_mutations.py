@@ -21,7 +21,7 @@ from hyper_parallel.testing import (
     sample,
     tensor,
 )
-from hyper_parallel.testing.function_operators import Rows, distributed
+from hyper_parallel.testing.function_operators import StrategyFunctionOp, distributed
 
 ONE = ((2,),)
 
@@ -31,32 +31,32 @@ def right_exp(x, out=None):
     return torch.exp(x, out=out)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0)), Strategy([S(1)], S(1))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0)), Strategy([S(1)], S(1))])
 def softmax_over_shards(x):
     return torch.softmax(x, 0)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([P], P)])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([P], P)])
 def exp_of_partial(x):
     return torch.exp(x)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], R)])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], R)])
 def sum_without_reduction(x):
     return x.sum(0)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0), R], S(0), invariant=[1])])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0), R], S(0), invariant=[1])])
 def wrong_gradient(x, y):
     return x * y
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], R), Strategy([S(0)], P)])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], R), Strategy([S(0)], P)])
 def shadowed_strategy(x):
     return x.detach().abs().amax() * 0 + x.new_ones(())
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def keyed_by_object(x, key):
     return x * 2
 
@@ -88,7 +88,7 @@ def refusing(x):
     return x * 2
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def changes_its_input(x):
     with torch.no_grad():
         x.mul_(2)
@@ -180,7 +180,7 @@ def sums_of_shards(call):
     return [Strategy([S(0)], S(0)), Strategy([S(1)], S(1))]
 
 
-@distributed(Rows, rows=sums_of_shards)
+@distributed(StrategyFunctionOp, rows=sums_of_shards)
 def cumsum_along_the_last_dim(x):
     return x.cumsum(1)
 
@@ -190,22 +190,22 @@ def all_but_dim(call):
     return [Strategy([S(d)], S(d)) for d in range(2) if d != call.args[1]]
 
 
-@distributed(Rows, rows=all_but_dim)
+@distributed(StrategyFunctionOp, rows=all_but_dim)
 def cumsum_along(x, dim):
     return x.cumsum(dim)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], Partial("avg"))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], Partial("avg"))])
 def mean_of_means(x):
     return x.mean(0)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def needs_a_row(x):
     return x - x[0] * 0
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def needs_a_dim(x):
     return x * 2
 

@@ -16,32 +16,32 @@ from hyper_parallel._rules.call import Solution
 from hyper_parallel._rules.strategy import LayoutOp, S
 from hyper_parallel.testing import ConformanceError, OpConformance, RanksFailed, check_op, sample, tensor
 from hyper_parallel.testing.checking import check_cases
-from hyper_parallel.testing.function_operators import Rows, distributed
+from hyper_parallel.testing.function_operators import StrategyFunctionOp, distributed
 
 SRC = Path(__file__).parents[1] / "src"
 ONE = ((2,),)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def raises_on_shards(x):
     if x.shape[0] == 1:
         raise RuntimeError("cannot take a single row")
     return x * 2
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def transposed_in_place(x):
     return x.t().contiguous()
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def ends_the_process(x):
     if torch.distributed.is_initialized() and len(x) == 3:
         os._exit(3)
     return x * 2
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def never_returns(x):
     if torch.distributed.is_initialized() and len(x) == 3:
         time.sleep(100)
@@ -69,12 +69,12 @@ def test_case_that_does_not_end_comes_first_in_the_report(ranks, function, given
         check_op(impatient, function, given, meshes=ONE)
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0), S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0), S(0)], S(0))])
 def has_one_input(x):
     return x * 2
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], (S(0), S(0)))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], (S(0), S(0)))])
 def has_one_result(x):
     return x * 2
 
@@ -110,7 +110,7 @@ def test_failure_names_the_smallest_layout(ranks):
     assert "requires_grad" not in report[report.index("# torchrun") :]
 
 
-@distributed(Rows, rows=lambda call: [Strategy([S(0)], S(0))])
+@distributed(StrategyFunctionOp, rows=lambda call: [Strategy([S(0)], S(0))])
 def scaled(x):
     return x / x.shape[0]
 
@@ -145,7 +145,7 @@ def operator_with_fake(name, fake):
         f"conformance_of_the_kit::{name}", lambda x: x * x, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
     operator.register_fake(fake)
-    Rows(
+    StrategyFunctionOp(
         f"torch.ops.conformance_of_the_kit.{name}",
         rows=lambda call: [Strategy([S(d)], S(d)) for d in range(call.inputs[0].layout.ndim)],
     )

@@ -18,7 +18,7 @@ from hyper_parallel_fsdp.data_mesh import data_mesh, place
 from hyper_parallel_fsdp.module import HSDPModule
 from hyper_parallel_fsdp.ownership import first_name, holder_of_tied, managed_as, note_managed, parameters_of
 from hyper_parallel_fsdp.parameter import HSDPParam
-from hyper_parallel_fsdp.state import _STATE, State, state_of
+from hyper_parallel_fsdp.state import _STATE, FullyShardState, state_of
 
 __all__ = ["fully_shard"]
 
@@ -104,7 +104,7 @@ def fully_shard(
     device = data.info.default_device()
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     ignored = frozenset(id(p) for p in ignored_params or ())
-    state = State(modules, data, device, reshard_after_forward, mp_policy, offload, ignored)
+    state = FullyShardState(modules, data, device, reshard_after_forward, mp_policy, offload, ignored)
     found = parameters_of(modules, ignored)
     shared = [holder_of_tied(each, modules) for each in found]
     home = torch.device("cpu") if offload else device
@@ -156,7 +156,7 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
                     inner._buffers[name] = buffer.to(device)
 
 
-def _attach(module: nn.Module, state: State) -> None:
+def _attach(module: nn.Module, state: FullyShardState) -> None:
     """Make a module call its state before and after forward, and give it the methods of :class:`HSDPModule`."""
     module.__dict__[_STATE] = state
     module.__class__ = _wrapped_class(type(module))
@@ -182,7 +182,7 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _in_context(forward: Callable[..., Any], state: State) -> Callable[..., Any]:
+def _in_context(forward: Callable[..., Any], state: FullyShardState) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with state.forward_context():

@@ -72,7 +72,7 @@ def clip_grad_norm_(
     return norm
 
 
-class _Sharded:
+class _ShardedGradients:
     """The local gradients of the parameters that are sharded over the same axes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,12 +88,12 @@ class _Sharded:
             self.grads.append(grad)
 
 
-def _by_mesh(parameters: list[torch.Tensor]) -> dict[MeshInfo | None, dict[tuple[int, ...], _Sharded]]:
+def _by_mesh(parameters: list[torch.Tensor]) -> dict[MeshInfo | None, dict[tuple[int, ...], _ShardedGradients]]:
     """The local gradients by mesh (None: equal on all ranks) and by the mesh axes that shard their parameter, in the
     same order on all ranks. Parameters on a part of another one's mesh count as on that."""
     meshes = list(dict.fromkeys(p.layout.info for p in parameters if isinstance(p, DTensor)))
     larger = {m: next((o for o in meshes if o is not m and o.axes_beyond(m) is not None), m) for m in meshes}
-    found: dict[MeshInfo | None, dict[tuple[int, ...], _Sharded]] = {}
+    found: dict[MeshInfo | None, dict[tuple[int, ...], _ShardedGradients]] = {}
     for parameter in parameters:
         mesh: MeshInfo | None = None
         axes: tuple[int, ...] = ()
@@ -105,12 +105,12 @@ def _by_mesh(parameters: list[torch.Tensor]) -> dict[MeshInfo | None, dict[tuple
             axes = tuple(sorted(a for a in map(wide.axis, names) if wide.shape[a] > 1))
             mesh = wide if axes else None
         by_axes = found.setdefault(mesh, {})
-        by_axes.setdefault(axes, _Sharded(parameter.device)).add(grad, parameter.dtype)
+        by_axes.setdefault(axes, _ShardedGradients(parameter.device)).add(grad, parameter.dtype)
     return found
 
 
 def _norm_over_mesh(
-    mesh: MeshInfo | None, by_axes: dict[tuple[int, ...], _Sharded], p: float, foreach: bool
+    mesh: MeshInfo | None, by_axes: dict[tuple[int, ...], _ShardedGradients], p: float, foreach: bool
 ) -> torch.Tensor:
     """The sum of p-th powers of gradients on one mesh (their maximum for inf), in one all-reduce over all axes that
     shard one of them: what is equal on some of these axes counts once, in equal parts."""

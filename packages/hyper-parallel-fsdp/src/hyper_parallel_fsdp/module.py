@@ -11,7 +11,7 @@ from torch import nn
 
 from hyper_parallel_fsdp.parameter import HSDPParam
 from hyper_parallel_fsdp.root import wait_for_all_reductions
-from hyper_parallel_fsdp.state import State, state_of
+from hyper_parallel_fsdp.state import FullyShardState, state_of
 
 __all__ = ["FSDPModule", "HSDPModule", "UnshardHandle", "hsdp_sync_stream", "register_fsdp_forward_method"]
 
@@ -19,8 +19,8 @@ __all__ = ["FSDPModule", "HSDPModule", "UnshardHandle", "hsdp_sync_stream", "reg
 class UnshardHandle:
     """An unshard in flight."""
 
-    def __init__(self, state: State) -> None:
-        self._state: State | None = state
+    def __init__(self, state: FullyShardState) -> None:
+        self._state: FullyShardState | None = state
 
     def wait(self) -> None:
         """Wait until the module holds its whole parameters."""
@@ -148,12 +148,12 @@ class HSDPModule:
     # -- nn.Module --------------------------------------------------------------------------------------------------
 
     @property
-    def _hsdp(self) -> State:
+    def _hsdp(self) -> FullyShardState:
         state = state_of(self)  # type: ignore[arg-type]
         assert state is not None
         return state
 
-    def _hsdp_states(self, recurse: bool) -> Iterable[State]:
+    def _hsdp_states(self, recurse: bool) -> Iterable[FullyShardState]:
         modules: Any = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
         return dict.fromkeys(state for m in modules if (state := state_of(m)) is not None)
 
@@ -172,7 +172,7 @@ class HSDPModule:
 FSDPModule = HSDPModule
 
 
-def _states_of(modules: Sequence[HSDPModule], what: str) -> list[State]:
+def _states_of(modules: Sequence[HSDPModule], what: str) -> list[FullyShardState]:
     for module in modules:
         if not isinstance(module, HSDPModule):
             raise ValueError(f"{what} takes modules that fully_shard wrapped, got a {type(module).__name__}")

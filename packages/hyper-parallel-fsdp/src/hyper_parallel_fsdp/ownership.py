@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hyper_parallel_fsdp.parameter import HSDPParam, Owner
-from hyper_parallel_fsdp.state import State, state_of
+from hyper_parallel_fsdp.state import FullyShardState, state_of
 
 _managed: Any = WeakIdKeyDictionary()  # sharded parameters, and those from before -> what manages them
 
@@ -57,7 +57,7 @@ def parameters_of(modules: Sequence[nn.Module], ignored: frozenset[int]) -> list
     return list(found.values())
 
 
-def holder_of_tied(found: Found, modules: Sequence[nn.Module]) -> State | None:
+def holder_of_tied(found: Found, modules: Sequence[nn.Module]) -> FullyShardState | None:
     """The state of the wrapped module inside that manages a tied parameter, which moves up to the common parent.
 
     Raises:

@@ -15,7 +15,7 @@ Gradients = list[tuple[HSDPParam, torch.Tensor | None]]
 """The trained parameters of a bucket, each with its whole gradient or None."""
 
 
-class Reduction:
+class GradientReduction:
     """One reduction: reduce-scatter, then all-reduce, as the groups ask for.
 
     Ranks may use different parameters of a module in a step. So all of its parameters travel, zeros for those without

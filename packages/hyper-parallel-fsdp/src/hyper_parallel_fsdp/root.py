@@ -11,10 +11,10 @@ import torch
 
 from hyper_parallel import DTensor
 from hyper_parallel.utils.structures import tensors_of
-from hyper_parallel_fsdp.reduction import Reduction
+from hyper_parallel_fsdp.reduction import GradientReduction
 
 if TYPE_CHECKING:
-    from hyper_parallel_fsdp.state import State
+    from hyper_parallel_fsdp.state import FullyShardState
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
 IN_FLIGHT = 2
@@ -31,19 +31,19 @@ class Root:
         is_last_backward: whether the end of a backward waits for the reductions.
     """
 
-    def __init__(self, states: list[State]) -> None:
+    def __init__(self, states: list[FullyShardState]) -> None:
         self.states = states
         self.laid_out: bool | None = None
         self.is_last_backward = True
-        self.outermost: State | None = None
+        self.outermost: FullyShardState | None = None
         self._in_backward = False
-        self._reductions: deque[Reduction] = deque()
+        self._reductions: deque[GradientReduction] = deque()
         # Of the running forward, and of the last one: states by when their forward began, and by when it ended.
-        self._starts: list[State] = []
-        self._ends: list[State] = []
-        self._next: dict[State, State] = {}
-        self._before: dict[State, State] = {}
-        self.last: State | None = None
+        self._starts: list[FullyShardState] = []
+        self._ends: list[FullyShardState] = []
+        self._next: dict[FullyShardState, FullyShardState] = {}
+        self._before: dict[FullyShardState, FullyShardState] = {}
+        self.last: FullyShardState | None = None
         self.stream: Any = None
         device = states[0].device
         if device.type not in ("cpu", "meta"):
@@ -52,7 +52,7 @@ class Root:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, state: State, args: Any, kwargs: Any) -> None:
+    def begin_forward(self, state: FullyShardState, args: Any, kwargs: Any) -> None:
         """The outermost wrapped module begins."""
         if self._in_backward:
             self.reset()  # an exception ended the backward before its end
@@ -62,11 +62,11 @@ class Root:
         self.outermost = state
         self._starts, self._ends = [], []
 
-    def began(self, state: State) -> None:
+    def began(self, state: FullyShardState) -> None:
         """A wrapped module begins: note it."""
         self._starts.append(state)
 
-    def ended(self, state: State, completed: bool) -> None:
+    def ended(self, state: FullyShardState, completed: bool) -> None:
         """A wrapped module ended, by an exception or not."""
         self._ends.append(state)
         if state is not self.outermost:
@@ -79,17 +79,17 @@ class Root:
         for other in self.states:
             other.end_forward()
 
-    def next_forward(self, state: State) -> Iterable[State]:
+    def next_forward(self, state: FullyShardState) -> Iterable[FullyShardState]:
         """What ran after it in the last forward."""
         return (self._next[state],) if state in self._next else ()
 
-    def next_backward(self, state: State) -> Iterable[State]:
+    def next_backward(self, state: FullyShardState) -> Iterable[FullyShardState]:
         """Whose backward comes after its own."""
         return (self._before[state],) if state in self._before else ()
 
     # -- the kind of batch ------------------------------------------------------------------------------------------
 
-    def _fix_kind(self, state: State, args: Any, kwargs: Any) -> None:
+    def _fix_kind(self, state: FullyShardState, args: Any, kwargs: Any) -> None:
         data_axes = {n for s in self.states for n in s.data.axis_names(s.data.roles.data)}
         kinds: dict[bool, torch.Tensor] = {}
         for tensor in tensors_of((args, kwargs)):
@@ -139,7 +139,7 @@ class Root:
         while len(self._reductions) >= IN_FLIGHT:
             _finish(self._reductions.popleft())
 
-    def add(self, reduction: Reduction) -> None:
+    def add(self, reduction: GradientReduction) -> None:
         """Take over a reduction that has begun."""
         self._reductions.append(reduction)
 
@@ -157,7 +157,7 @@ class Root:
             state.reset()
 
 
-def _finish(reduction: Reduction) -> None:
+def _finish(reduction: GradientReduction) -> None:
     while not reduction.step():
         pass
 

@@ -19,7 +19,7 @@ from hyper_parallel_fsdp.checks import check_devices, check_nothing_added, curre
 from hyper_parallel_fsdp.data_mesh import DataMesh
 from hyper_parallel_fsdp.mixed_precision import cast_inputs, cast_outputs
 from hyper_parallel_fsdp.parameter import HSDPParam
-from hyper_parallel_fsdp.reduction import Gradients, Reduction
+from hyper_parallel_fsdp.reduction import GradientReduction, Gradients
 from hyper_parallel_fsdp.root import Root
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 _STATE = "_hsdp_state"
 
 
-def state_of(module: nn.Module) -> State | None:
+def state_of(module: nn.Module) -> FullyShardState | None:
     """The state of a wrapped module; None for others."""
     return module.__dict__.get(_STATE)
 
 
-class Call:
+class ForwardRecord:
     """One forward of a wrapped module, whose backward is to come: open from when it begins to when it ends."""
 
     __slots__ = ("handle", "opened", "state", "watched")
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: FullyShardState) -> None:
         self.state, self.opened, self.watched = state, False, False
         self.handle: Any = None
 
@@ -78,7 +78,7 @@ class Call:
         self.state.backward_ends(self)
 
 
-class State:
+class FullyShardState:
     """The parameters of one ``fully_shard`` call and where they are in the iteration.
 
     Attributes:
@@ -110,14 +110,14 @@ class State:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
-        self.forward_prefetch: list[State] | None = None
-        self.backward_prefetch: list[State] | None = None
+        self.forward_prefetch: list[FullyShardState] | None = None
+        self.backward_prefetch: list[FullyShardState] | None = None
         self._built_laid_out: bool | None = None
         self._registered = False  # whether the modules hold the whole parameters
         self._prefetched = False
         self._backward = False
         self._open_calls = 0
-        self._calls: dict[nn.Module, Call] = {}
+        self._calls: dict[nn.Module, ForwardRecord] = {}
         self._to_run: set[nn.Module] = set()
 
     # -- the parameters' two forms ----------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class State:
             self._prefetch(self.forward_prefetch, root.next_forward(self))
         args, kwargs = cast_inputs(self.mp_policy, self.device, self is root.states[0], args, kwargs)
         if torch.is_grad_enabled() and not (again and self._backward):
-            call = self._calls[module] = Call(self)
+            call = self._calls[module] = ForwardRecord(self)
             call.watch_inputs(tensors_of((args, kwargs)))
         return args, kwargs
 
@@ -267,7 +267,7 @@ class State:
             self.reshard()
         self._to_run = set()
 
-    def _prefetch(self, chosen: list[State] | None, likely: Iterable[State]) -> None:
+    def _prefetch(self, chosen: list[FullyShardState] | None, likely: Iterable[FullyShardState]) -> None:
         for state in likely if chosen is None else chosen:
             if state is not self and not state._registered:
                 state.unshard()
@@ -275,7 +275,7 @@ class State:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def backward_begins(self, call: Call | None) -> None:
+    def backward_begins(self, call: ForwardRecord | None) -> None:
         """The gradient of an output is there."""
         root = self.joined_root()
         root.begin_backward()
@@ -287,7 +287,7 @@ class State:
             self.wait_for_unshard()
             self._prefetch(self.backward_prefetch, root.next_backward(self))
 
-    def backward_ends(self, call: Call) -> None:
+    def backward_ends(self, call: ForwardRecord) -> None:
         """The gradients of a call's inputs are there."""
         if call.opened:
             self._open_calls -= 1
@@ -341,7 +341,7 @@ class State:
                     param.add_gradient(grad.to(bucket.shards.device, bucket.shards.dtype))
             return
         root.make_room()
-        root.add(Reduction(bucket, gradients, dtype, factor, self.requires_all_reduce, root.stream))
+        root.add(GradientReduction(bucket, gradients, dtype, factor, self.requires_all_reduce, root.stream))
 
     def _gradients_of(self, bucket: Bucket, dtype: torch.dtype) -> Gradients:
         """What the backwards since the last reduction left; without reduction it is kept, in ``dtype``."""

@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel._rules.call import Call, Solution, normal_dim
 from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.families.exchange import Move, indices_of, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.dispatch.plan import fit_rank
@@ -52,7 +52,7 @@ class RotaryMul(StrategyOp):
         if not target.shard_order[last]:
             return None
         partners = rotated(torch.arange(1, size + 1), call.arg("rotary_mode", "half"))  # from 1, so as to have a sign
-        move = Move.between(target, size, last, target, last, partners.abs() - 1)
+        move = ExchangePlan.between(target, size, last, target, last, partners.abs() - 1)
         if not move.communicates:
             return None  # all partners are together, in the order that the function itself expects
         held = dim_intervals(target, shape, last, call.info.my_coordinate())
@@ -105,7 +105,11 @@ class SwiGLU(StrategyOp):
         output = plain(fit_rank(output, target.ndim), [dim])
         size = call.inputs[0].shape[dim]
         gate_and_up = torch.arange(size).view(2, -1).T  # that make each element of the result
-        move, func, arguments = Move.between(target, size, dim, output, dim, gate_and_up), call.func, self.arguments
+        move, func, arguments = (
+            ExchangePlan.between(target, size, dim, output, dim, gate_and_up),
+            call.func,
+            self.arguments,
+        )
 
         def local(*args: Any, **kwargs: Any) -> torch.Tensor:
             pairs = move(arguments.bind(args, kwargs)["self"], dim).unflatten(dim, (-1, 2))

@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel._rules.call import Call, Ref
 from hyper_parallel._rules.families.contraction import contraction_shape, contraction_strategies
-from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.exchange import ExchangePlan
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
 from hyper_parallel.comm.redistribute import transition
@@ -179,7 +179,7 @@ class TokenPermute(StrategyOp):
             bound = arguments.bind(args, kwargs)
             experts = transition(bound["indices"], given, whole, shape)
             rows, where = sorted_by_expert(experts, bound.get("num_out_tokens"))
-            return Move.between(tokens, count, 0, outputs[0], 0, rows.cpu())(bound["tokens"], 0), where
+            return ExchangePlan.between(tokens, count, 0, outputs[0], 0, rows.cpu())(bound["tokens"], 0), where
 
         return local
 
@@ -220,7 +220,7 @@ class TokenUnpermute(StrategyOp):
             bound = arguments.bind(args, kwargs)
             held, weights, where = bound["permuted_tokens"], bound.get("probs"), bound["sorted_indices"].cpu().long()
             copies = 1 if weights is None else weights.shape[1]
-            mine = Move.between(rows, count, 0, output, 0, where.view(-1, copies))(held, 0)
+            mine = ExchangePlan.between(rows, count, 0, output, 0, where.view(-1, copies))(held, 0)
             return mine if weights is None else weighted_sum(mine, weights)
 
         return local

@@ -10,7 +10,7 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
-from hyper_parallel_ops_basic.attention.kernel_attention import Arguments, Change, Form, KernelAttention
+from hyper_parallel_ops_basic.attention.kernel_attention import Arguments, AttentionForm, Change, KernelAttention
 from hyper_parallel_ops_deepseek.attention_band import Band, row_dim
 from hyper_parallel_ops_deepseek.reference import npu_fusion_attention
 
@@ -46,7 +46,7 @@ class FusionAttention(KernelAttention):
     )
     floats_matter = True  # whether there is dropout
 
-    def form(self, call: Call) -> Form | None:
+    def form(self, call: Call) -> AttentionForm | None:
         if call.arg("keep_prob", 1.0) < 1:
             return None
         letters, count = call.arg("input_layout"), int(call.arg("head_num"))
@@ -54,7 +54,7 @@ class FusionAttention(KernelAttention):
         fused = "N" not in letters
         heads = letters.index("H" if fused else "N") - len(letters)
         whole_batch = "B" not in letters or call.arg("actual_seq_qlen") is not None or call.arg("prefix") is not None
-        return Form(
+        return AttentionForm(
             "query",
             ("key", "value"),
             batch=None if whole_batch else letters.index("B"),
@@ -116,7 +116,7 @@ class FusionAttention(KernelAttention):
 
         return cut
 
-    def changes(self, call: Call, form: Form, targets: Sequence[Layout]) -> list[Change]:
+    def changes(self, call: Call, form: AttentionForm, targets: Sequence[Layout]) -> list[Change]:
         assert form.heads is not None
         heads, whole = form.heads, call.spec("query").shape[form.heads]
 

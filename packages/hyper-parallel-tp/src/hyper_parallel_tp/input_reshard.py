@@ -81,7 +81,7 @@ class _Resharding(saved_tensors_hooks):
     def __init__(self, mesh: DeviceMesh, dim: int) -> None:
         super().__init__(self.pack, _unpack)
         self.mesh, self.dim = mesh, dim
-        self.slices: dict[int, _Slice] = {}
+        self.slices: dict[int, _InputSlice] = {}
 
     def taken(self, tensor: torch.Tensor) -> torch.Tensor:
         """The input as the module is to see it."""
@@ -101,7 +101,7 @@ class _Resharding(saved_tensors_hooks):
         else:
             local, axis, layout = tensor, 0, Layout.from_placements(self.mesh, [Replicate()], ndim=tensor.ndim)
         sliced = layout.with_placements({axis: Shard(self.dim % tensor.ndim)})
-        self.slices.setdefault(_memory(local), _Slice(local, layout, sliced, tuple(tensor.shape)))
+        self.slices.setdefault(_memory(local), _InputSlice(local, layout, sliced, tuple(tensor.shape)))
         return True
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -116,7 +116,7 @@ class _Resharding(saved_tensors_hooks):
         return _Saved(found, local, spec)
 
 
-class _Slice:
+class _InputSlice:
     """This rank's slice of one input. All operators that keep the input share it, and one all-gather."""
 
     def __init__(self, local: torch.Tensor, whole: Layout, sliced: Layout, shape: tuple[int, ...]) -> None:
@@ -160,7 +160,7 @@ class _Slice:
 class _Saved:
     """What is saved in the place of an input: its slice, and the form in which it was saved."""
 
-    def __init__(self, of: _Slice, local: torch.Tensor, spec: Spec | None) -> None:
+    def __init__(self, of: _InputSlice, local: torch.Tensor, spec: Spec | None) -> None:
         of.keep(local)
         self.of, self.shape, self.spec = of, local.shape, spec
 

@@ -76,7 +76,7 @@ def _wrong_count(call: Call, strategy: Strategy, right: str) -> TypeError:
     return TypeError(f"the rule of {call.name} lists {strategy}, but the call has {right}")
 
 
-class Rows:
+class StrategyRows:
     """An operator's rows, made as they are asked for: most calls match one of the first."""
 
     def __init__(self, op: StrategyOp, call: Call, strategies: Iterable[Strategy], count: int) -> None:
@@ -100,7 +100,9 @@ class Rows:
             yield row
 
 
-def match(call: Call, rows: Rows, count: int, largest_output: int) -> tuple[list[Row], list[Layout], list[Layout]]:
+def match(
+    call: Call, rows: StrategyRows, count: int, largest_output: int
+) -> tuple[list[Row], list[Layout], list[Layout]]:
     """The row chosen for each mesh axis, the inputs' targets and the layouts of the ``count`` outputs.
 
     Args:

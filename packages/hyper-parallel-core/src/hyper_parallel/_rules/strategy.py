@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel._rules.call import Call, Signature, Solution
-from hyper_parallel._rules.matching import Rows, match
+from hyper_parallel._rules.matching import StrategyRows, match
 from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard
@@ -157,7 +157,7 @@ class StrategyOp(LayoutOp):
         count = self.num_outputs(call)
         shapes = self.output_shapes(call)
         largest = 0 if shapes is None else max(math.prod(shape) for shape in shapes)
-        chosen, targets, outputs = match(call, Rows(self, call, strategies, count), count, largest)
+        chosen, targets, outputs = match(call, StrategyRows(self, call, strategies, count), count, largest)
         solution = Solution(
             targets,
             list(outputs),

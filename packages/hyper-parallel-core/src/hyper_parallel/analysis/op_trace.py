@@ -70,7 +70,7 @@ class OpStep:
 
 
 @dataclass
-class _Mark:
+class _TracePosition:
     """How far the lists of a CommTrace have been read."""
 
     events: int = 0
@@ -91,12 +91,12 @@ class OpTrace:
     axis_names: tuple[str, ...] = ()
     steps: list[OpStep] = field(default_factory=list)
     _comm: CommTrace = field(default_factory=CommTrace)
-    _read: _Mark = field(default_factory=_Mark)
+    _read: _TracePosition = field(default_factory=_TracePosition)
 
     def __enter__(self) -> OpTrace:
         self._running = ExitStack()
         self._running.enter_context(self._comm)
-        self._running.enter_context(_Mode(self))
+        self._running.enter_context(_RecordingMode(self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -146,7 +146,7 @@ class OpTrace:
 
     def _unread(self) -> tuple[list[CommEvent], list[LayoutChange]]:
         events, changes = self._comm.events[self._read.events :], self._comm.changes[self._read.changes :]
-        self._read = _Mark(len(self._comm.events), len(self._comm.changes))
+        self._read = _TracePosition(len(self._comm.events), len(self._comm.changes))
         return events, changes
 
     def _collective(self, event: CommEvent) -> Collective:
@@ -154,7 +154,7 @@ class OpTrace:
         return Collective(event.op, event.nbytes, names, event.ranks, event.change)
 
 
-class _Mode(TorchFunctionMode):
+class _RecordingMode(TorchFunctionMode):
     def __init__(self, trace: OpTrace) -> None:
         super().__init__()
         self._trace = trace

@@ -77,7 +77,7 @@ def custom_shard(
         )
     if not callable(func):
         raise TypeError(f"custom_shard takes a function, got {type(func).__name__}")
-    sharded = _Sharded(func, device_mesh, out_layouts, in_layouts, redistribute_inputs, grad_placements)
+    sharded = _CustomShard(func, device_mesh, out_layouts, in_layouts, redistribute_inputs, grad_placements)
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def custom_shard(
     return wrapper
 
 
-class _Sharded:
+class _CustomShard:
     def __init__(
         self,
         func: Callable[..., Any],

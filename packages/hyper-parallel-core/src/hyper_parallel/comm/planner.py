@@ -18,12 +18,12 @@ from hyper_parallel.comm.reduce_ops import norm_order
 from hyper_parallel.comm.steps import (
     AllGather,
     AllReduce,
-    Exchange,
+    AllToAll,
     KeepFirst,
     Pending,
     ReduceScatter,
     Segments,
-    Slice,
+    SliceStep,
     Step,
     ZeroPad,
 )
@@ -32,7 +32,7 @@ from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_shard
 from hyper_parallel.sharding.shard_ranges import Box, Intervals, box, dim_intervals, length, split_intervals
 
-__all__ = ["Plan", "plan_transition"]
+__all__ = ["TransitionPlan", "plan_transition"]
 
 
 def _overlap(held: Intervals, wanted: Intervals) -> list[tuple[int, int, int]]:
@@ -65,7 +65,7 @@ def _block_overlap(held: Box, wanted: Box) -> tuple[tuple[Segments, ...], tuple[
 # -- the planner --------------------------------------------------------------------------------------------------
 
 
-class Plan:
+class TransitionPlan:
     """The steps from one layout to another for tensors of one global shape, as seen by this rank."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
@@ -89,14 +89,14 @@ class Plan:
 
 
 @lru_cache(maxsize=8192)
-def plan_transition(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Plan:
+def plan_transition(src: Layout, dst: Layout, shape: tuple[int, ...]) -> TransitionPlan:
     """The cheapest steps from ``src`` to ``dst`` (both on one mesh, bound) for a tensor of global ``shape``."""
     current, target = _drop_unit_axes(src), _drop_unit_axes(dst)
     steps: list[Step] = []
     if current is not target:
         builder = _Builder(current, target, shape, steps)
         builder.build()
-    return Plan(steps)
+    return TransitionPlan(steps)
 
 
 def _drop_unit_axes(layout: Layout) -> Layout:
@@ -148,7 +148,7 @@ class _Builder:
                     self._reduce_scatter(dim, wanted[len(have) :], now)
                     continue
                 segments = self._pieces(dim, [(want, self.info.shape[axis], self.here[axis])])
-                self.steps.append(Slice(dim, segments))
+                self.steps.append(SliceStep(dim, segments))
                 self.current = self.current.with_placements({axis: want})
 
     def _reduce_scatter(self, dim: int, rest: tuple[int, ...], kind: Partial) -> None:
@@ -215,7 +215,7 @@ class _Builder:
             self.steps.append(self._exchange(group, boxes, shape, goal))
         self.current = goal
 
-    def _exchange(self, group: AxisGroup, boxes: list[Box], shape: tuple[int, ...], goal: Layout) -> Exchange:
+    def _exchange(self, group: AxisGroup, boxes: list[Box], shape: tuple[int, ...], goal: Layout) -> AllToAll:
         holders: dict[Box, list[int]] = {}
         for member, b in enumerate(boxes):
             holders.setdefault(b, []).append(member)
@@ -235,7 +235,7 @@ class _Builder:
                     sends[member] = common[0]
                 if member == me:
                     receives[source] = common
-        return Exchange(group, shape, sends, receives)
+        return AllToAll(group, shape, sends, receives)
 
     def _keep_first(self) -> None:
         neutral = {"sum": 0, "product": 1}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.comm import trace as comm_trace
-from hyper_parallel.comm.planner import Plan, plan_transition
-from hyper_parallel.comm.steps import Cast, Pending
+from hyper_parallel.comm.planner import TransitionPlan, plan_transition
+from hyper_parallel.comm.steps import CastResult, Pending
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_replicate, is_shard, short
@@ -25,7 +25,7 @@ from hyper_parallel.sharding.spec import Spec, dual, inverse, make_spec
 Typed = tuple[Layout, frozenset[int]]
 
 
-class Move:
+class Redistribution:
     """What brings local tensors of one global shape from one typed layout to another.
 
     Attributes:
@@ -43,10 +43,10 @@ class Move:
             before, after = (typed[0].move_dims(inverse(order), len(order)) for typed in (src, dst))
             self.plan = plan_transition(before, after, tuple(shape[d] for d in order))
         self.only_sums = not _other_reductions(src[0]) and not _other_reductions(dst[0])
-        self._back: Move | None = None
+        self._back: Redistribution | None = None
 
     @property
-    def back(self) -> Move:
+    def back(self) -> Redistribution:
         """The way of the gradient."""
         if self._back is None:
             self._back = move_of(dual(*self.dst), dual(*self.src), self.shape, self.order)
@@ -54,16 +54,16 @@ class Move:
 
 
 @lru_cache(maxsize=8192)
-def move_of(src: Typed, dst: Typed, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Move:
+def move_of(src: Typed, dst: Typed, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Redistribution:
     """The move between these, made once."""
-    return Move(src, dst, shape, order)
+    return Redistribution(src, dst, shape, order)
 
 
 class _Transition(torch.autograd.Function):
     """A move with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, move: Move, how: How) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, move: Redistribution, how: How) -> torch.Tensor:
         ctx.move, ctx.how = move, how
         ctx.where = comm_trace.user_line() if comm_trace._active else None
         if how.value is not None:
@@ -102,7 +102,7 @@ class How:
     def reverse(self) -> How:
         return PLAIN if self.backward_dtype is None else How(self.backward_dtype, self.forward_dtype)
 
-    def run(self, local: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def run(self, local: torch.Tensor, plan: TransitionPlan) -> torch.Tensor:
         if not plan.steps:
             return local.view_as(local)
         if self.forward_dtype is None and not self.want_pending:
@@ -113,14 +113,14 @@ class How:
         result = plan.start(sent)
         if isinstance(result, torch.Tensor):
             return result.to(local.dtype)
-        self.pending = result if sent.dtype is local.dtype else Cast(result, local.dtype)
+        self.pending = result if sent.dtype is local.dtype else CastResult(result, local.dtype)
         return self.pending.out
 
 
 PLAIN = How()
 
 
-def _described(move: Move, where: str | None, phase: str) -> AbstractContextManager[None]:
+def _described(move: Redistribution, where: str | None, phase: str) -> AbstractContextManager[None]:
     return comm_trace.described(f"{describe(move.src[0])} -> {describe(move.dst[0])}", where, phase)
 
 
@@ -138,7 +138,7 @@ def transition(local: torch.Tensor, src: Typed, dst: Typed, shape: tuple[int, ..
     return moved(local, move_of(src, dst, shape), how)
 
 
-def moved(local: torch.Tensor, move: Move, how: How = PLAIN) -> torch.Tensor:
+def moved(local: torch.Tensor, move: Redistribution, how: How = PLAIN) -> torch.Tensor:
     """As :func:`transition`."""
     tracked = torch.is_grad_enabled() and local.requires_grad
     if tracked and not move.only_sums:
@@ -151,7 +151,7 @@ def moved(local: torch.Tensor, move: Move, how: How = PLAIN) -> torch.Tensor:
     return _run(local, move, how, tracked)
 
 
-def _run(local: torch.Tensor, move: Move, how: How, tracked: bool) -> torch.Tensor:
+def _run(local: torch.Tensor, move: Redistribution, how: How, tracked: bool) -> torch.Tensor:
     if move.order is None:
         return _in_order(local, move, how, tracked)
     if how.value is not None:
@@ -160,7 +160,7 @@ def _run(local: torch.Tensor, move: Move, how: How, tracked: bool) -> torch.Tens
     return _in_order(local.permute(move.order), move, how, tracked).permute(inverse(move.order))
 
 
-def _in_order(local: torch.Tensor, move: Move, how: How, tracked: bool) -> torch.Tensor:
+def _in_order(local: torch.Tensor, move: Redistribution, how: How, tracked: bool) -> torch.Tensor:
     """The move of a local tensor whose dims are in the order of memory."""
     return _apply_transition(local, move, how) if tracked else how.run(local, move.plan)
 
@@ -175,7 +175,7 @@ def _other_reductions(layout: Layout) -> dict[int, str]:
     return {a: p.reduce_op for a, p in enumerate(layout.placements) if is_partial(p) and p.reduce_op != "sum"}
 
 
-def _with_sums(local: torch.Tensor, move: Move) -> tuple[torch.Tensor, Move]:
+def _with_sums(local: torch.Tensor, move: Redistribution) -> tuple[torch.Tensor, Redistribution]:
     """The same move with every pending average written as a pending sum."""
     layout, varying = move.src
     pending = _other_reductions(layout)

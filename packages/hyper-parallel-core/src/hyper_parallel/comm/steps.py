@@ -41,7 +41,7 @@ class _Work:
             self._work.wait()
 
 
-class Cast:
+class CastResult:
     """A pending result in another dtype than that on the wire."""
 
     def __init__(self, inner: Pending, dtype: torch.dtype) -> None:
@@ -69,7 +69,7 @@ class Step:
         raise AssertionError(f"{type(self).__name__} has no collective")
 
 
-class Slice(Step):
+class SliceStep(Step):
     """Replicate to Shard: keep this rank's part of one dim; no communication."""
 
     def __init__(self, dim: int, segments: tuple[tuple[int, int], ...]) -> None:
@@ -257,7 +257,7 @@ class AllGather(Step):
         return out
 
 
-class Exchange(Step):
+class AllToAll(Step):
     """Any shards to any other shards: one all-to-all with exactly the blocks that change rank."""
 
     collective = True

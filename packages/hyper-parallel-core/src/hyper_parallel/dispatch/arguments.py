@@ -18,7 +18,7 @@ from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.utils.structures import map_tensors, tensors_of
 
 if TYPE_CHECKING:
-    from hyper_parallel.dispatch.plan import Rule
+    from hyper_parallel.dispatch.plan import DispatchEntry
 
 
 def local_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -55,7 +55,7 @@ def with_value(args: Sequence[Any], kwargs: dict[str, Any], index: int) -> tuple
 # -- the call as rules see it ------------------------------------------------------------------------------------
 
 
-def make_call(op: DistributedOp, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def make_call(op: DistributedOp, rule: DispatchEntry | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call as rules see it."""
     inputs: list[Spec] = []
     needs_grad: list[bool] = []

@@ -21,9 +21,9 @@ from hyper_parallel.dispatch.arguments import lifted, on_locals, with_value
 from hyper_parallel.dispatch.cache_key import scan
 from hyper_parallel.dispatch.cross_mesh import on_mesh
 from hyper_parallel.dispatch.ops_without_rule import handler_of
-from hyper_parallel.dispatch.plan import Plan, Rule, finish, is_asked, make_plan, wrap_many
+from hyper_parallel.dispatch.plan import DispatchEntry, Plan, finish, is_asked, make_plan, wrap_many
 from hyper_parallel.dispatch.redistribute_inputs import changed, with_reduced_forms
-from hyper_parallel.dispatch.three_phase_rules import ThreePhaseRule
+from hyper_parallel.dispatch.three_phase_rules import ThreePhaseEntry
 from hyper_parallel.errors import MissingOpError, RedistributionError
 from hyper_parallel.registry.autograd_functions import name_of_served
 from hyper_parallel.registry.registry import LISTENERS, default_registry, get_distributed_op
@@ -60,7 +60,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """``DTensor.__torch_function__``: what needs no plan goes its own way."""
     rule = _rules.get(func)
-    if rule.__class__ is not Rule:
+    if rule.__class__ is not DispatchEntry:
         if rule is None:
             _find(func)
             return dispatch(func, args, kwargs)
@@ -80,7 +80,7 @@ def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kw
 
 
 def _call(
-    rule: Rule,
+    rule: DispatchEntry,
     mode: Mode,
     args: Sequence[Any],
     kwargs: Any,
@@ -151,7 +151,7 @@ def _call(
 
 
 def _run(
-    rule: Rule,
+    rule: DispatchEntry,
     plan: Plan,
     args: Sequence[Any],
     kwargs: Any,
@@ -191,7 +191,7 @@ def _run(
     return result
 
 
-def _write_another_way(rule: Rule, args: Sequence[Any], kwargs: Any) -> DTensor | None:
+def _write_another_way(rule: DispatchEntry, args: Sequence[Any], kwargs: Any) -> DTensor | None:
     """An in-place operator whose target does not fit: what is pending in it is carried out, or else the value is
     computed out of place and written as terms; None where neither is possible or allowed."""
     target = args[0]
@@ -239,8 +239,8 @@ def _find(func: Callable[..., Any]) -> Any:
     return _rules[func]
 
 
-def _rule(func: Callable[..., Any], op: DistributedOp, name: str) -> Rule:
-    return (Rule if isinstance(op, LayoutOp) else ThreePhaseRule)(func, op, name)
+def _rule(func: Callable[..., Any], op: DistributedOp, name: str) -> DispatchEntry:
+    return (DispatchEntry if isinstance(op, LayoutOp) else ThreePhaseEntry)(func, op, name)
 
 
 def _of_binding(func: Any, binding: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,15 +287,15 @@ def register_function(func: Callable[..., Any], op_name: str, grad_placements: A
 _named: dict[Any, tuple[str, Any]] = {}
 
 
-def known_rule(func: Callable[..., Any]) -> Rule | None:
+def known_rule(func: Callable[..., Any]) -> DispatchEntry | None:
     """The rule that has served ``func``, with its cache; None when it was not called or needs none."""
     rule = _rules.get(func)
-    return rule if isinstance(rule, Rule) else None
+    return rule if isinstance(rule, DispatchEntry) else None
 
 
 def cached_plans() -> int:
     """Number of plans in all caches."""
-    return sum(len(rule.cache) for rule in _rules.values() if isinstance(rule, Rule))
+    return sum(len(rule.cache) for rule in _rules.values() if isinstance(rule, DispatchEntry))
 
 
 def forget_rules() -> None:
@@ -343,7 +343,7 @@ def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return out
 
 
-def _into_plain(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _into_plain(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An in-place operator on a plain tensor: right only while the result is equal on all ranks, gradient included."""
     target = args[0]
     new_args, new_kwargs = lifted(rule.name, rule.op, args, kwargs)

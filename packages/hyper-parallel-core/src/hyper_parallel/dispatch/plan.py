@@ -22,7 +22,7 @@ from hyper_parallel.utils.structures import rebuilt
 CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
 
 
-class Rule:
+class DispatchEntry:
     """One torch function and the rule that serves it, with the plans made so far."""
 
     __slots__ = (
@@ -136,7 +136,7 @@ def is_asked(args: Sequence[Any], kwargs: dict[str, Any], position: int) -> bool
     return bool(args[position] if len(args) > position else kwargs.get("inplace"))
 
 
-def make_plan(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> Plan:
+def make_plan(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> Plan:
     call = make_call(rule.op, rule, tuple(args), kwargs)
     mesh = common_mesh(call) if rule.op.one_mesh else None
     if mesh is not None:
@@ -159,7 +159,7 @@ def _check_strict(call: Call, index: int, target: Layout) -> None:
         )
 
 
-def _plan_of(rule: Rule, call: Call, solution: Solution) -> Plan:
+def _plan_of(rule: DispatchEntry, call: Call, solution: Solution) -> Plan:
     plan = Plan()
     plan.pending = rule.use_reduced and any(spec.layout.is_partial() for spec in call.inputs)
     needed = needs_varying(call, solution)
@@ -302,7 +302,7 @@ def vary_axes(tensors: Sequence[DTensor]) -> list[frozenset[int]]:
     return needs_varying(call, Solution([t.layout for t in tensors], []))
 
 
-def output_specs(rule: Rule, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
+def output_specs(rule: DispatchEntry, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
     """Specs of the outputs, their global shapes found by running the function on meta tensors."""
     result = call.meta_result(solution.meta)
     single = isinstance(result, torch.Tensor)

@@ -14,8 +14,8 @@ from hyper_parallel.dispatch.arguments import lifted, make_call, on_locals
 from hyper_parallel.dispatch.cache_key import scan
 from hyper_parallel.dispatch.cross_mesh import common_mesh, on_mesh
 from hyper_parallel.dispatch.plan import (
+    DispatchEntry,
     Plan,
-    Rule,
     fit_rank,
     in_order_of,
     needs_varying,
@@ -31,7 +31,7 @@ from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like
 from hyper_parallel.tensor.in_place import run_inplace
 
 
-class ThreePhaseRule(Rule):
+class ThreePhaseEntry(DispatchEntry):
     """A torch function and the operator that serves it by its three phases, called instead of planned for."""
 
     __slots__ = ()
@@ -41,7 +41,7 @@ class ThreePhaseRule(Rule):
         return on_locals(func, args, kwargs) if state.mode.skip else _three_phases(self, args, kwargs)
 
 
-def _three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _three_phases(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     op = rule.op
     args, kwargs = lifted(rule.name, op, args, kwargs)
     call = make_call(op, rule, tuple(args), kwargs)
@@ -80,7 +80,7 @@ def _three_phases(rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     return wrap_one(out, plan.specs[0]) if plan.specs[0] is not None else out
 
 
-def _infer_generic(rule: Rule, call: Call, solution: Solution, values: Any) -> tuple[Plan, Any]:
+def _infer_generic(rule: DispatchEntry, call: Call, solution: Solution, values: Any) -> tuple[Plan, Any]:
     plan = Plan()
     needed = needs_varying(call, solution)
     given = rule.grad_placements or ()
@@ -102,7 +102,7 @@ def _infer_generic(rule: Rule, call: Call, solution: Solution, values: Any) -> t
     return plan, (outputs, extra)
 
 
-def _specs_from_local(rule: Rule, call: Call, layouts: Sequence[Any], out: Any) -> tuple[Spec | None, ...]:
+def _specs_from_local(rule: DispatchEntry, call: Call, layouts: Sequence[Any], out: Any) -> tuple[Spec | None, ...]:
     """Specs of the outputs of an operator that says only their layouts.
 
     Global shapes come from the function on meta tensors. Without meta support they follow from the local ones, as long

@@ -32,7 +32,7 @@ class TableReader:
         self._table = table
         self._text = table.read()
         self._lines = self._text.splitlines()
-        self._problems: list[_Problem] = []
+        self._problems: list[_TableProblem] = []
         self._first_line: dict[str, int] = {}
 
     def entries(self) -> list[TableEntry]:
@@ -45,7 +45,7 @@ class TableReader:
             self._report_syntax(error)
             root = None
         except yaml.YAMLError as error:  # characters that no YAML file may hold; carries no mark
-            self._problems.append(_Problem(0, 0, str(error)))
+            self._problems.append(_TableProblem(0, 0, str(error)))
             root = None
         found = self._table_entries(root) if root is not None else []
         if self._problems:
@@ -238,15 +238,15 @@ class TableReader:
 
     def _problem(self, node: yaml.Node, text: str, hint: str = "") -> None:
         mark = node.start_mark
-        self._problems.append(_Problem(mark.line, mark.column, text, hint))
+        self._problems.append(_TableProblem(mark.line, mark.column, text, hint))
 
     def _report_syntax(self, error: yaml.MarkedYAMLError) -> None:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line, mark.column) if mark else (0, 0)
         text = " ".join(filter(None, ("not YAML:", error.problem, error.context)))
-        self._problems.append(_Problem(line, column, text, "check the indentation, here and above"))
+        self._problems.append(_TableProblem(line, column, text, "check the indentation, here and above"))
 
-    def _message(self, problem: _Problem) -> str:
+    def _message(self, problem: _TableProblem) -> str:
         line, column = problem.line, problem.column
         message = f"{self._table.name}:{line + 1}:{column + 1}: {problem.text}"
         if line < len(self._lines):
@@ -254,7 +254,7 @@ class TableReader:
         return f"{message}\n    hint: {problem.hint}" if problem.hint else message
 
 
-class _Problem(NamedTuple):
+class _TableProblem(NamedTuple):
     """One mistake in a table; line and column count from 0."""
 
     line: int

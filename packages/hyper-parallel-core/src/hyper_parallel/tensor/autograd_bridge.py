@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hyper_parallel.comm.steps import Pending
     from hyper_parallel.sharding.spec import Spec
     from hyper_parallel.tensor.dtensor import DTensor
-    from hyper_parallel.tensor.redistribute_cache import Form
+    from hyper_parallel.tensor.redistribute_cache import RememberedForm
 
 _Tensor: Any = torch.Tensor  # its properties are descriptors, which type checkers take for their values
 _grad_fn = _Tensor.grad_fn.__get__
@@ -52,7 +52,7 @@ _JOINED = _Mark(-1)  # has a C++ node, which is joined to the local graph
 class InFlight:
     """Marks a DTensor whose collective is still running."""
 
-    form: Form | None = None  # that is remembered for another tensor
+    form: RememberedForm | None = None  # that is remembered for another tensor
 
     def __init__(self, pending: Pending, mark: _Mark | None) -> None:
         self.pending, self.mark = pending, mark

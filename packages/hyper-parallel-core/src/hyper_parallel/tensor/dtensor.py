@@ -48,7 +48,7 @@ class DTensor(Wrapper):
     # Forms that were computed once (see conversion.remembered); never copied or pickled.
     _memo: dict[Any, Any] | None = None
     # Of a pending reduction: the form that was reduced once, with what it depends on.
-    _reduced: conversion.Form | None = None
+    _reduced: conversion.RememberedForm | None = None
     # What this tensor was redistributed from, so that a later use as varying can fuse.
     _origin: conversion.Origin | None = None
     # The DTensor of which this one is a view, and the views of this one.

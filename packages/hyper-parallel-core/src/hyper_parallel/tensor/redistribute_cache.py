@@ -1,6 +1,6 @@
 """A DTensor in another layout, with what has been computed for it already.
 
-Two things are remembered, each while the data does not change: the forms of a tensor that were computed (:class:`Form`;
+Two things are remembered, each while the data does not change: the forms of a tensor that were computed (:class:`RememberedForm`;
 q, k and v projections that share one input make one collective), and what a tensor was redistributed from
 (:class:`Origin`; a gathered tensor that is used as varying has one reduce-scatter as its backward).
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.comm.redistribute import PLAIN, How, Move, move_of, moved, target_spec
+from hyper_parallel.comm.redistribute import PLAIN, How, Redistribution, move_of, moved, target_spec
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import Spec
@@ -43,7 +43,7 @@ def convert(tensor: DTensor, spec: Spec, how: How | None = None) -> DTensor:
     return result
 
 
-def _move_between(old: Spec, new: Spec) -> Move:
+def _move_between(old: Spec, new: Spec) -> Redistribution:
     src, dst = (old.layout, old.varying), (new.layout, new.varying)
     move = old.moves[new] = move_of(src, dst, old.shape, old.memory_order)
     return move
@@ -67,7 +67,7 @@ class Origin:
         self.versions = (self.versions[0], result._version)
 
 
-class Form:
+class RememberedForm:
     """A tensor in another layout, computed once."""
 
     __slots__ = ("grad", "needed", "own", "result", "spec", "version")
@@ -118,7 +118,7 @@ def remembered(
     if memo is None:
         memo = tensor._memo = {}
     key = (id(layout), varying, torch.is_grad_enabled(), local.requires_grad)
-    form: Form | None = memo.get(key)
+    form: RememberedForm | None = memo.get(key)
     if form is not None and form.is_current(tensor):
         return form.result
     spec = target_spec(old, layout, varying)
@@ -127,7 +127,7 @@ def remembered(
     result = convert(tensor, spec, How(want_pending=True) if in_flight else None)
     if result._local.is_inference():
         return result
-    memo[key] = form = Form(tensor, result)
+    memo[key] = form = RememberedForm(tensor, result)
     if isinstance(result._pending, InFlight):
         result._pending.form = form
     if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:

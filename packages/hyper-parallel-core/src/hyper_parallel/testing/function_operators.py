@@ -41,7 +41,7 @@ def distributed(kind: Callable[..., Any], **params: Any) -> Callable[[Callable[.
     return decorate
 
 
-class Rows(StrategyOp):
+class StrategyFunctionOp(StrategyOp):
     """Strategies given as a function of the call; further keywords become attributes of the rule."""
 
     def __init__(self, op_name: str, *, rows: Callable[[Call], Iterable[Strategy]], **attributes: Any) -> None:

@@ -47,7 +47,7 @@ class WorkerPool:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.collective_timeout = timeout
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankProcess] = []
         self._folder: str | None = None
         self._owner = os.getpid()
 
@@ -118,7 +118,7 @@ class WorkerPool:
         context = _fork_server()
         try:
             for number in range(self.world_size):
-                self._ranks.append(_Rank.start(context, self._setup(number)))
+                self._ranks.append(_RankProcess.start(context, self._setup(number)))
             deadline = time.monotonic() + START_TIMEOUT
             port = self._ranks[0].receive(deadline)
             for rank in self._ranks:
@@ -153,7 +153,7 @@ class WorkerPool:
 
     def _collect(self, timeout: float) -> dict[int, Reply]:
         """The replies that arrive in time; once a rank has failed, the others get only `GRACE` to follow."""
-        waiting: dict[object, _Rank] = {rank.conn: rank for rank in self._ranks}
+        waiting: dict[object, _RankProcess] = {rank.conn: rank for rank in self._ranks}
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + timeout
         while waiting:
@@ -198,7 +198,7 @@ class WorkerPool:
 
 
 @dataclass
-class _Rank:
+class _RankProcess:
     """The test process's end of one rank."""
 
     number: int
@@ -209,7 +209,7 @@ class _Rank:
     _output_read: int = 0
 
     @classmethod
-    def start(cls, context: Any, setup: WorkerSetup) -> _Rank:
+    def start(cls, context: Any, setup: WorkerSetup) -> _RankProcess:
         ours, theirs = context.Pipe()
         process = context.Process(target=main, args=(setup, theirs), name=f"rank{setup.rank}", daemon=True)
         process.start()
@@ -265,7 +265,7 @@ def _agree(replies: Iterable[Reply]) -> bool:
     return len({(reply.kind, reply.failure.type_name) for reply in replies}) == 1
 
 
-def _dump_stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
+def _dump_stacks(ranks: Sequence[_RankProcess]) -> dict[int, str]:
     for rank in ranks:
         if rank.process.is_alive():
             os.kill(rank.pid, signal.SIGUSR1)

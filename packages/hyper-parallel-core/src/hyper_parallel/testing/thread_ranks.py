@@ -104,7 +104,7 @@ def run_on_threads(
     """
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already; ranks as threads need one without")
-    ranks = [_Rank(number, n, fn, args, kwargs or {}) for number in range(n)]
+    ranks = [_RankThread(number, n, fn, args, kwargs or {}) for number in range(n)]
     turns = Turns()
     with _threaded_world(turns) as group:
         store = HashStore()
@@ -125,7 +125,7 @@ def run_on_threads(
     return _judged(ranks, stacks, timeout)
 
 
-class _Rank:
+class _RankThread:
     """One rank: its thread, and how it ended."""
 
     def __init__(self, number: int, world_size: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -175,7 +175,7 @@ class _Rank:
         return "\n".join([progress.of_thread(self.thread.ident), "".join(traceback.format_stack(frame))])
 
 
-def _judged(ranks: Sequence[_Rank], stacks: Mapping[int, str], timeout: float) -> list[Any]:
+def _judged(ranks: Sequence[_RankThread], stacks: Mapping[int, str], timeout: float) -> list[Any]:
     failures = {rank.number: rank.failure for rank in ranks if rank.failure is not None}
     cancelled = sum(rank.is_cancelled for rank in ranks)
     if failures:

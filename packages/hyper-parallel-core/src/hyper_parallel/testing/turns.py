@@ -19,7 +19,7 @@ __all__ = ["Turns"]
 _POLL = 0.2
 
 
-class _State:
+class _ProcessState:
     """What a rank keeps of the process's state while it does not run; at first that of ``manual_seed(0)``."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Turns:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Inside, this thread is a rank, and has its turn."""
-        self._rank.state = _State()
+        self._rank.state = _ProcessState()
         self._begin()
         try:
             yield

@@ -14,7 +14,13 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement
-from hyper_parallel_ops_basic.attention.kernel_attention import Arguments, Change, Form, KernelAttention, end_of_keys
+from hyper_parallel_ops_basic.attention.kernel_attention import (
+    Arguments,
+    AttentionForm,
+    Change,
+    KernelAttention,
+    end_of_keys,
+)
 from hyper_parallel_ops_basic.attention.scaled_dot_product import gathering
 
 __all__ = ["FlashAttention", "VarlenAttention"]
@@ -71,12 +77,12 @@ class FlashAttention(KernelAttention):
 
     # -- how the call is written ----------------------------------------------------------------------------------
 
-    def form(self, call: Call) -> Form | None:
+    def form(self, call: Call) -> AttentionForm | None:
         understood = (self.query, *self.keys, *self.lengths, *self.beside_them)
         if _drops(call) or sum(call.index(name) is not None for name in understood) < len(call.inputs):
             return None
         heads = call.spec(self.query).shape[-2]
-        return Form(
+        return AttentionForm(
             self.query,
             self.keys,
             batch=None if self.lengths else 0,
@@ -145,7 +151,7 @@ class FlashAttention(KernelAttention):
     def _is_sharded(call: Call, name: str) -> bool:
         return call.index(name) is not None and bool(call.spec(name).layout.shard_order[0])
 
-    def changes(self, call: Call, form: Form, targets: Sequence[Layout]) -> list[Change]:
+    def changes(self, call: Call, form: AttentionForm, targets: Sequence[Layout]) -> list[Change]:
         gathers = {}
         for name in filter(lambda name: call.index(name) is not None, self.lengths):
             layout = targets[call.position(name)]

@@ -18,14 +18,14 @@ from hyper_parallel.sharding.placements import PackedShard, Placement, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 from hyper_parallel_ops_basic.attention.scaled_dot_product import gathering
 
-__all__ = ["Arguments", "Change", "Form", "KernelAttention", "end_of_keys"]
+__all__ = ["Arguments", "Change", "AttentionForm", "KernelAttention", "end_of_keys"]
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], None]  # of a call's arguments, in place
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """How one call writes attention. Dims are those of query and keys; None where the kernel has to see all of it.
 
     Attributes:
@@ -58,7 +58,7 @@ class KernelAttention(StrategyOp):
       mask from the last query and key.
     """
 
-    def form(self, call: Call) -> Form | None:
+    def form(self, call: Call) -> AttentionForm | None:
         """How this call writes attention; None where the kernel has to see everything."""
         raise NotImplementedError(f"{type(self).__name__} of op {self.op_name!r} must define form")
 
@@ -109,7 +109,7 @@ class KernelAttention(StrategyOp):
             yield Strategy(queries, outputs)
             yield Strategy(queries | dict.fromkeys(form.keys, S(form.rows)), outputs)
 
-    def _head_rows(self, call: Call, form: Form, d: int) -> Iterable[Strategy]:
+    def _head_rows(self, call: Call, form: AttentionForm, d: int) -> Iterable[Strategy]:
         specs = {name: call.spec(name) for name in (form.query, *form.keys)}
         on_heads = {name: S(d % len(spec.shape)) for name, spec in specs.items()}
         beside, outputs = self.beside(call, "heads"), self.outputs(call, "heads")
@@ -137,7 +137,7 @@ class KernelAttention(StrategyOp):
 
         return local
 
-    def changes(self, call: Call, form: Form, targets: Sequence[Layout]) -> list[Change]:
+    def changes(self, call: Call, form: AttentionForm, targets: Sequence[Layout]) -> list[Change]:
         """What makes of this rank's arguments those of its call of the kernel, in this order."""
         found = [*self._gathered(call, form, targets), *self._own_heads(call, form, targets)]
         query = targets[call.position(form.query)]
@@ -147,7 +147,7 @@ class KernelAttention(StrategyOp):
             found.append(lambda given: localise(given, start, stop))
         return found
 
-    def _gathered(self, call: Call, form: Form, targets: Sequence[Layout]) -> Iterable[Change]:
+    def _gathered(self, call: Call, form: AttentionForm, targets: Sequence[Layout]) -> Iterable[Change]:
         """Keys that are sharded by the axes of the queries are gathered."""
         if form.rows is None:
             return
@@ -157,7 +157,7 @@ class KernelAttention(StrategyOp):
             if axes:
                 yield _applied(name, gathering(layout, axes, tuple(call.spec(name).shape)))
 
-    def _own_heads(self, call: Call, form: Form, targets: Sequence[Layout]) -> Iterable[Change]:
+    def _own_heads(self, call: Call, form: AttentionForm, targets: Sequence[Layout]) -> Iterable[Change]:
         """From whole key heads this rank takes those of its query heads."""
         d = form.heads
         query = targets[call.position(form.query)]
@@ -196,7 +196,7 @@ def _packed(call: Call, places: Mapping[str, Placement]) -> bool:
     return any(isinstance(p, PackedShard) and place == Shard(p.dim) for given, place in pairs for p in given)
 
 
-def _whole_groups(call: Call, form: Form, axes: Iterable[int]) -> bool:
+def _whole_groups(call: Call, form: AttentionForm, axes: Iterable[int]) -> bool:
     """Whether every rank of these axes gets the key heads of its query heads, when both are sharded."""
     ways = math.prod(call.info.shape[a] for a in axes)
     heads, groups = form.counts

@@ -19,7 +19,7 @@ from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
-from hyper_parallel_ops_basic.indexing.exchange import Exchange, placed_along
+from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 
 
 class Embedding(StrategyOp):
@@ -79,7 +79,7 @@ class Embedding(StrategyOp):
             padding = held.position(padding % shape[0])
             whole_padding = call.arg("padding_idx") % shape[0]
         arguments, ids = self.arguments, call.position("input")
-        exchange = Exchange(targets[weight], shape, 0, targets[ids], tuple(call.inputs[ids].shape))
+        exchange = IndexExchange(targets[weight], shape, 0, targets[ids], tuple(call.inputs[ids].shape))
 
         def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
             bound = arguments.bind(args, kwargs)

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
 from hyper_parallel._rules.strategy import S
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.sharding.layout import Layout
@@ -18,10 +18,10 @@ from hyper_parallel.sharding.placements import Placement, Shard, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals, local_shape
 from hyper_parallel.sharding.spec import Spec
 
-__all__ = ["Exchange", "placed_along"]
+__all__ = ["IndexExchange", "placed_along"]
 
 
-class Exchange:
+class IndexExchange:
     """The ranks among which a dimension and an index into it are spread.
 
     False when no mesh axis shards both.
@@ -66,7 +66,7 @@ class Exchange:
             IndexError: when an index of any rank is out of range.
         """
         wanted = [part.unique() for part in self._told(index, self.size)]
-        rows = Move(self._group, self._held, wanted)(x, self.dim)
+        rows = ExchangePlan(self._group, self._held, wanted)(x, self.dim)
         mine = wanted[self._group.rank].to(index.device)
         return rows, torch.searchsorted(mine, index.contiguous()), mine
 
@@ -99,7 +99,7 @@ class Exchange:
 
     def bring(self, values: torch.Tensor, dim: int, index_dim: int, needed: list[torch.Tensor]) -> torch.Tensor:
         """The needed slices of values that lie along ``dim`` as the index does along ``index_dim``; one all-to-all."""
-        return Move(self._group, self._spots(index_dim), needed)(values, dim)
+        return ExchangePlan(self._group, self._spots(index_dim), needed)(values, dim)
 
     def _spots(self, index_dim: int) -> list[torch.Tensor]:
         """Per member, the places of its part among all that the group holds of the index."""

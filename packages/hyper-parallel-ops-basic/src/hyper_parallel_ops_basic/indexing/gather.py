@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.exchange import ExchangePlan
 from hyper_parallel._rules.families.held_indices import HeldIndices, pending_lookup
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial, on_dim
-from hyper_parallel_ops_basic.indexing.exchange import Exchange, placed_along
+from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 from hyper_parallel_ops_basic.indexing.lookup import Lookup
 
 
@@ -74,7 +74,7 @@ class IndexSelect(StrategyOp):
         if not is_spread and not alignments:
             return None
         shape, where = tuple(call.spec("input").shape), call.position("index")
-        exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
+        exchange = IndexExchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
         held = HeldIndices(targets[0], shape, dim)
         arguments, layout, take, look_up = self.arguments, targets[0], self.take, self.look_up
 
@@ -92,7 +92,7 @@ class IndexSelect(StrategyOp):
 
         return local
 
-    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[int, Move]]:
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[int, ExchangePlan]]:
         """Along which other dims elements of the input have to travel first: each rank needs those beside its index."""
         return []
 
@@ -142,13 +142,13 @@ class Gather(IndexSelect):
         if spec.shape and index.shape:
             yield from fetching_rows(call, dim, dim, dim)
 
-    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[int, Move]]:
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[int, ExchangePlan]]:
         have, want = targets[0], targets[call.position("index")]
         shape, sizes = tuple(call.inputs[0].shape), tuple(call.spec("index").shape)
         if len(sizes) != len(shape):
             return []
         less = [d for d, size in enumerate(sizes) if d != call.dim("dim") and size != shape[d] and want.shard_order[d]]
-        return [(d, Move.between(have, shape[d], d, want, d, torch.arange(sizes[d]))) for d in less]
+        return [(d, ExchangePlan.between(have, shape[d], d, want, d, torch.arange(sizes[d]))) for d in less]
 
     @staticmethod
     def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call, Solution, normal_dim
-from hyper_parallel._rules.families.exchange import Move, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, plain
 from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_more, pending_lookup
 from hyper_parallel._rules.families.ranges import keep_range
 from hyper_parallel._rules.op import OpSummary
@@ -26,7 +26,7 @@ from hyper_parallel.sharding.placements import Partial, Placement, Replicate, on
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec, memory_order
 from hyper_parallel.tensor.dtensor import wrap
-from hyper_parallel_ops_basic.indexing.exchange import Exchange, placed_along
+from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 from hyper_parallel_ops_basic.indexing.index import Index, Item, as_ids, asked_for, check_whole_ids, parts_of
 from hyper_parallel_ops_basic.indexing.mask_positions import by_data
 from hyper_parallel_ops_basic.indexing.sharded_masks import beside_of, leading, read_together, the_sharded_mask
@@ -111,7 +111,7 @@ class GetItem(StrategyOp):
         sharded = [i for i in [*index.ints(), *index.tensors()] if target.shard_order[i.dim]]
         for item in sharded:
             if item.kind == "tensor" and item.ref is not None:
-                exchange = Exchange(target, shape, item.dim, solution.targets[item.ref.index], item.value)
+                exchange = IndexExchange(target, shape, item.dim, solution.targets[item.ref.index], item.value)
                 if exchange:
                     local.exchanges[item.dim] = exchange
         local.held = {i.dim: HeldIndices(target, shape, i.dim) for i in sharded}
@@ -132,9 +132,9 @@ class _Reading:
     def __init__(self, index: Index, target: Layout, shape: tuple[int, ...], given: Callable[..., Any]) -> None:
         self.index, self.target, self.shape, self.given = index, target, shape, given
         self.slices: dict[int, slice] = {}
-        self.moves: dict[int, Move] = {}
+        self.moves: dict[int, ExchangePlan] = {}
         self.held: dict[int, HeldIndices] = {}
-        self.exchanges: dict[int, Exchange] = {}
+        self.exchanges: dict[int, IndexExchange] = {}
 
     def differs(self, clamps: bool) -> bool:
         """Whether it is not what the function itself would do; one that ``clamps`` takes all of a piece when asked for
@@ -153,7 +153,7 @@ class _Reading:
         kept = keep_range(self.target, self.shape, dim, picked)
         if kept is None:
             output = plain(output, [at])
-            self.moves[dim] = Move.between(self.target, size, dim, output, at, torch.tensor(list(picked)))
+            self.moves[dim] = ExchangePlan.between(self.target, size, dim, output, at, torch.tensor(list(picked)))
             self.slices[dim] = slice(None)
             return output
         moved = {a: on_dim(p, at) for a, p in kept.placements.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
 from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard, on_dim
@@ -67,12 +67,12 @@ class Picked:
 
     def spread(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's picked elements, along ``dim``, to the equal chunks of :meth:`layout_of`; one all-to-all."""
-        return Move(self._group, self._held, self._chunks)(rows, dim) if self.over else rows
+        return ExchangePlan(self._group, self._held, self._chunks)(rows, dim) if self.over else rows
 
     def collect(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
         """The other way: of a tensor with an element for each picked one along ``dim``, in equal chunks, those of this
         rank; one all-to-all."""
-        return Move(self._group, self._chunks, self._held)(rows, dim) if self.over else rows
+        return ExchangePlan(self._group, self._chunks, self._held)(rows, dim) if self.over else rows
 
     def places_at(self, coordinates: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """:attr:`places` of the ranks at these mesh coordinates, of this rank's group."""

@@ -14,7 +14,7 @@ import torch
 
 from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.families.elementwise import broadcast_shape
-from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.exchange import ExchangePlan
 from hyper_parallel._rules.families.over_axes import OverAxes
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import LayoutOp, S
@@ -140,6 +140,6 @@ def _taking(layout: Layout, shape: tuple[int, ...], rows: int) -> Callable[[torc
             return source.index_select(0, picked.places.to(source.device))
         group = layout.info.group(over.axes)
         held = [held_places(layout, beyond, 0, c) for c in group.coordinates]
-        return Move(group, held, picked.places_at(group.coordinates))(source, 0)
+        return ExchangePlan(group, held, picked.places_at(group.coordinates))(source, 0)
 
     return take

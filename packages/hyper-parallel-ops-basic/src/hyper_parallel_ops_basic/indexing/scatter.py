@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
 from hyper_parallel._rules.families.held_indices import HeldIndices
 from hyper_parallel._rules.families.overwriting import overwrite
 from hyper_parallel._rules.op import OpSummary
@@ -23,7 +23,7 @@ from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate, on_dim
 from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel_ops_basic.indexing.exchange import Exchange, placed_along
+from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 from hyper_parallel_ops_basic.indexing.gathered_inputs import gathered_inside
 
 
@@ -79,7 +79,7 @@ class _Write(StrategyOp):
         """The argument with the sources, where it is a tensor."""
         return [self.source] if self.source is not None and call.index(self.source) is not None else []
 
-    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[str, int, Move]]:
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[str, int, ExchangePlan]]:
         """Of which arguments, and along which other dims, elements have to travel first: each rank needs those beside
         its part of the target."""
         return []
@@ -126,7 +126,7 @@ class _Write(StrategyOp):
         sources, along, index_dim = self.sources(call), self.source_dim(call) or 0, self.index_dim(call)
         where, shape = call.position("index"), tuple(call.inputs[0].shape)
         held = HeldIndices(targets[0], shape, dim)
-        exchange = Exchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
+        exchange = IndexExchange(targets[0], shape, dim, targets[where], tuple(call.inputs[where].shape))
         func = getattr(torch, call.name.rstrip("_")) if is_spread else call.func
         inplace, arguments, places = call.inplace, self.arguments, self.places
 
@@ -238,13 +238,13 @@ class Scatter(_Write):
         is_alike = [all(call.spec(name).shape[d] == size for name in names) for d, size in enumerate(shape)]
         return [d for d, alike in enumerate(is_alike) if not alike and d != call.dim("dim")]
 
-    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[str, int, Move]]:
+    def alignments(self, call: Call, targets: Sequence[Layout]) -> list[tuple[str, int, ExchangePlan]]:
         target, whole, size = targets[0], tuple(call.inputs[0].shape), call.spec("index").shape
         found = []
         for d in self._other_sizes(call):
             for name in ["index", *self.sources(call)] if target.shard_order[d] else []:
                 layout, given = targets[call.position(name)], call.spec(name).shape[d]
-                found.append((name, d, Move.along(layout, given, d, _below(size[d], target, whole, d))))
+                found.append((name, d, ExchangePlan.along(layout, given, d, _below(size[d], target, whole, d))))
         return found
 
     def index_dim(self, call: Call) -> int:

@@ -68,7 +68,7 @@ class Softmax(StrategyOp):
             return None
         # F.softmax(x, dim, _stacklevel, dtype) and torch.softmax(x, dim, dtype) differ in their order.
         dtype = next((a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.dtype)), None)
-        kind, sign = _LogSoftmax if self.log else _Softmax, self.sign
+        kind, sign = _LogSoftmax if self.log else _SoftmaxOverAxes, self.sign
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             x = widened(x) if dtype is None else x.to(dtype)
@@ -97,10 +97,10 @@ def shifted(
 
 def softmax_over(x: torch.Tensor, over: OverAxes, dim: int) -> torch.Tensor:
     """``x.softmax(dim)``, of which ``over`` are the mesh axes that shard that dim."""
-    return _Softmax.apply(x, over, dim) if over else x.softmax(dim)
+    return _SoftmaxOverAxes.apply(x, over, dim) if over else x.softmax(dim)
 
 
-class _Softmax(torch.autograd.Function):
+class _SoftmaxOverAxes(torch.autograd.Function):
     """``softmax`` along a sharded dim; keeps only the result."""
 
     @staticmethod

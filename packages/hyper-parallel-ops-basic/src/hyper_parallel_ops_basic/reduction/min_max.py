@@ -88,7 +88,7 @@ class Extreme(Reduction):
             shape = tuple(call.inputs[0].shape)
             return lambda x, *a, **k: found(_ExtremeAlong.apply(x, over, shape, dims[0], keep, op))
         if call.needs_grad[0]:
-            return lambda x, *a, **k: _Extreme.apply(x, over, dims, keep, op, self.indices)
+            return lambda x, *a, **k: _ExtremeOverAxes.apply(x, over, dims, keep, op, self.indices)
         return lambda x, *a, **k: local_extreme(x, dims, keep, op)
 
 
@@ -162,7 +162,7 @@ class MinMax(Reduction):
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if inside:
-                low, high = (_Extreme.apply(x, over, dims, keep, op, False) for op in ("min", "max"))
+                low, high = (_ExtremeOverAxes.apply(x, over, dims, keep, op, False) for op in ("min", "max"))
             else:
                 low, high = (local_extreme(x, dims, keep, op) for op in ("min", "max"))
             return torch.return_types.aminmax((low, high))
@@ -238,7 +238,7 @@ def tie_share(
     return mask / over.sum(mask.sum(dims, keepdim=True)).to(x.dtype)
 
 
-class _Extreme(torch.autograd.Function):
+class _ExtremeOverAxes(torch.autograd.Function):
     """``amax`` over sharded dims; equal elements share the gradient, as in PyTorch (of ``max()`` the NaNs too)."""
 
     @staticmethod

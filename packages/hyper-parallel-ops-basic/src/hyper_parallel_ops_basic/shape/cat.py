@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hyper_parallel._rules.call import Call, Solution, normal_dim
-from hyper_parallel._rules.families.exchange import Move, indices_of, pending_rows, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, pending_rows, plain
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import R, S, Strategy, StrategyOp
 from hyper_parallel.dispatch.plan import fit_rank
@@ -112,7 +112,7 @@ class Cat(StrategyOp):
         return wanted
 
 
-def _join(pieces: Sequence[tuple[Layout, tuple[int, ...]]], output: Layout, dim: int) -> Move:
+def _join(pieces: Sequence[tuple[Layout, tuple[int, ...]]], output: Layout, dim: int) -> ExchangePlan:
     """From the ranks' pieces of tensors of these layouts and shapes, one after the other, to those of the result."""
     group = output.info.group(tuple(sorted(output.shard_order[dim])))
     total, held = 0, [torch.arange(0) for _ in group.coordinates]
@@ -122,7 +122,7 @@ def _join(pieces: Sequence[tuple[Layout, tuple[int, ...]]], output: Layout, dim:
         held = [torch.cat(both) for both in zip(held, parts, strict=True)]
         total += shape[own]
     sizes = tuple(total if d == dim else 1 for d in range(output.ndim))
-    return Move(group, held, [indices_of(dim_intervals(output, sizes, dim, c)) for c in group.coordinates])
+    return ExchangePlan(group, held, [indices_of(dim_intervals(output, sizes, dim, c)) for c in group.coordinates])
 
 
 class HStack(Cat):

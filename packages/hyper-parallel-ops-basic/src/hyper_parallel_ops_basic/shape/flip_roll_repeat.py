@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call, Signature, Solution, normal_dim
-from hyper_parallel._rules.families.exchange import Move, Moving, pending_rows, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, Moving, pending_rows, plain
 from hyper_parallel._rules.op import FunctionOp, OpSummary
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.dispatch.dispatcher import dispatch
@@ -115,7 +115,7 @@ class Repeat(StrategyOp):
         output = plain(fit_rank(output, len(times)), [d + added for d in spread])
         copies = [1 if d - added in spread else n for d, n in enumerate(times)]
         moves = [
-            (at, Move.between(target, shape[d], d, output, at, torch.arange(shape[d]).repeat(times[at])))
+            (at, ExchangePlan.between(target, shape[d], d, output, at, torch.arange(shape[d]).repeat(times[at])))
             for d in spread
             for at in [d + added]
         ]
@@ -202,7 +202,7 @@ class Repeated(Moving):
 
         def local(x: torch.Tensor, repeats: torch.Tensor, dim: int, output_size: int) -> torch.Tensor:
             index = torch.arange(size).repeat_interleave(repeats.cpu(), output_size=output_size)
-            return Move.between(target, size, at, output, at, index)(x, at)
+            return ExchangePlan.between(target, size, at, output, at, index)(x, at)
 
         solution.outputs[0], solution.local = output, local
         return solution

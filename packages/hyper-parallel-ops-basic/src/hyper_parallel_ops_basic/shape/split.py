@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call, Solution, normal_dim, refuse
-from hyper_parallel._rules.families.exchange import Move, indices_of, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
 from hyper_parallel._rules.families.ranges import Kept, keep_range
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import LayoutOp
@@ -104,7 +104,7 @@ class Split(LayoutOp):
             held = [indices_of(dim_intervals(output, size, dim, coordinate)) for size in sizes]
             return [r.start + h for r, h in zip(ranges, held, strict=True)]
 
-        move = Move.along(layout, shape[dim], dim, lambda coordinate: torch.cat(parts(coordinate)))
+        move = ExchangePlan.along(layout, shape[dim], dim, lambda coordinate: torch.cat(parts(coordinate)))
         sizes = [len(part) for part in parts(layout.info.my_coordinate())]
         cut = _at_once(sizes, dim, name)
         return Solution([layout], [output] * len(ranges), lambda x, *args, **kwargs: cut(move(x, dim)), copies=True)

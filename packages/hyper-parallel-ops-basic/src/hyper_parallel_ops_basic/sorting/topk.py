@@ -46,10 +46,10 @@ class TopK(AlongDim):
         if not over:
             return None
         k, largest = call.arg("k"), bool(call.arg("largest", True))
-        return lambda x, *args, **kwargs: torch.return_types.topk(_TopK.apply(x, over, shape, dim, k, largest))
+        return lambda x, *args, **kwargs: torch.return_types.topk(_ShardedTopK.apply(x, over, shape, dim, k, largest))
 
 
-class _TopK(torch.autograd.Function):
+class _ShardedTopK(torch.autograd.Function):
     """Values and global indices of the ``k`` extremes along a sharded dim, which is last inside."""
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hyper_parallel._rules.call import Call
 from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.exchange import ExchangePlan
 from hyper_parallel._rules.strategy import P, S, Strategy
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
@@ -104,7 +104,7 @@ class _Spread:
             last = min((stop - 1 + padding) // stride, size - 1)
             return torch.arange(first, max(last + 1, first)) if stop > start else torch.arange(0)
 
-        self.move = Move.along(layout, size, dim, wanted)
+        self.move = ExchangePlan.along(layout, size, dim, wanted)
         here = layout.info.my_coordinate()
         mine, (start, stop) = wanted(here), bounds(here)
         self.count = stop - start

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import Move, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, plain
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
 from hyper_parallel.dispatch.plan import fit_rank
@@ -126,7 +126,7 @@ class Convolution(SlidingKernel):
         layout, shape = targets[call.position("input")], tuple(call.spec("input").shape)
         output = self.output(outputs[0], call)
         channels = self.channels(call)
-        moves: dict[int, Move] = {}
+        moves: dict[int, ExchangePlan] = {}
         for i, window in enumerate(windows):
             d = channels + 1 + i
             if layout.shard_order[d]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hyper_parallel._rules.families.exchange import NOTHING, Move, indices_of
+from hyper_parallel._rules.families.exchange import NOTHING, ExchangePlan, indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.shard_ranges import dim_intervals
 
@@ -59,7 +59,7 @@ class Window:
         held = dim_intervals(output, self._sizes(output, size, dim), dim, output.info.my_coordinate())
         return indices_of(held) * self.stride - self.pads[0]
 
-    def halo(self, layout: Layout, output: Layout, size: int, dim: int, fill: float = 0) -> Move:
+    def halo(self, layout: Layout, output: Layout, size: int, dim: int, fill: float = 0) -> ExchangePlan:
         """From the elements that each rank holds to those under its windows, padding included.
 
         Args:
@@ -73,7 +73,7 @@ class Window:
             windows = dim_intervals(output, self._sizes(output, size, dim), dim, coordinate)
             return self.under(*windows[0], size) if windows else torch.arange(0)
 
-        return Move.along(layout, size, dim, wanted, fill)
+        return ExchangePlan.along(layout, size, dim, wanted, fill)
 
     def _sizes(self, output: Layout, size: int, dim: int) -> tuple[int, ...]:
         return tuple(self.count(size) if d == dim else 1 for d in range(output.ndim))

@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import Move, indices_of, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
 from hyper_parallel._rules.families.ranges import merged
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
@@ -113,7 +113,7 @@ def _windows(call: Call) -> list[Window]:
     return [Window(k, s, d, (p, p)) for k, s, d, p in zip(*given, strict=True)]
 
 
-def _rows_that_travel(image: Placed, columns: Placed, at: int, joins: bool) -> Move | None:
+def _rows_that_travel(image: Placed, columns: Placed, at: int, joins: bool) -> ExchangePlan | None:
     """From the rows of whole channels to the chunks of all rows (``joins``: back); None where these are the same."""
     (layout, channels), (_, rows) = image, columns
     if not layout.shard_order[at]:
@@ -128,4 +128,4 @@ def _rows_that_travel(image: Placed, columns: Placed, at: int, joins: bool) -> M
     if all(merged(mine) == merged(chunk) for mine, chunk in pairs):
         return None
     whole, equal = ([indices_of(intervals) for intervals in some] for some in zip(*pairs, strict=True))
-    return Move(group, equal, whole) if joins else Move(group, whole, equal)
+    return ExchangePlan(group, equal, whole) if joins else ExchangePlan(group, whole, equal)

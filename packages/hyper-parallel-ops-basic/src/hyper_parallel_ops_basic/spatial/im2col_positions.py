@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.families.exchange import NOTHING, Move, indices_of
+from hyper_parallel._rules.families.exchange import NOTHING, ExchangePlan, indices_of
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import PackedShard, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals
@@ -52,7 +52,7 @@ class Patches:
         for c in group.coordinates:
             held.append(held_places(layout, shape, self.first, c))
             blocks.append(self._block(indices_of(dim_intervals(self.output, result, len(result) - 1, c))))
-        self.move = Move(group, held, [positions.flatten() for positions, _ in blocks])
+        self.move = ExchangePlan(group, held, [positions.flatten() for positions, _ in blocks])
         positions, self.places = blocks[group.rank]
         self.block = positions.shape
         self.stays = not self.move.communicates and torch.equal(held[group.rank], positions.flatten())

@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import Move, indices_of, plain
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
 from hyper_parallel._rules.families.precision import wide
 from hyper_parallel._rules.op import OpSummary
 from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
@@ -156,7 +156,7 @@ class _Taps:
             """What the rank there makes of the result."""
             return indices_of(dim_intervals(result, (1,) * dim + (sizes[1],), dim, coordinate))
 
-        self.move = Move.along(layout, sizes[0], dim, lambda coordinate: index[made(coordinate)].unique())
+        self.move = ExchangePlan.along(layout, sizes[0], dim, lambda coordinate: index[made(coordinate)].unique())
         mine = made(layout.info.my_coordinate())
         self.places, self.share = torch.searchsorted(index[mine].unique(), index[mine]), share[mine]
 

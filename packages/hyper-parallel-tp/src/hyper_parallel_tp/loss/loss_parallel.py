@@ -109,7 +109,7 @@ def gather_tensor_parallel_logits(
     return all_gather(logits, mesh, dim=-1, size=size)
 
 
-class _State(threading.local):
+class _ActiveContexts(threading.local):
     innermost: _Guard | None = None
 
 
@@ -144,7 +144,7 @@ class _Guard(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-_state = _State()
+_state = _ActiveContexts()
 
 
 def _vocabulary_axes(tensor: DTensor, dim: int, mesh: DeviceMesh | None) -> tuple[int, ...]:

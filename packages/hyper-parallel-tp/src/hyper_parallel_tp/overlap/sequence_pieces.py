@@ -46,22 +46,22 @@ class SequencePieces:
 
     # -- moving ---------------------------------------------------------------------------------------------------
 
-    def gather(self, shard: torch.Tensor, piece: int) -> Moving:
+    def gather(self, shard: torch.Tensor, piece: int) -> PieceInFlight:
         """Begin to gather a piece of the ranks' shards."""
         start, width = piece * self.step, self._width(piece)
         part = shard.narrow(self.dim, min(start, shard.shape[self.dim]), self._rows(self.me, piece))
         return self._start(self.sharded, self.whole, _filled(part, self.dim, width), width)
 
-    def scatter(self, terms: torch.Tensor, piece: int) -> Moving:
+    def scatter(self, terms: torch.Tensor, piece: int) -> PieceInFlight:
         """Begin to sum the ranks' terms of a piece; each rank gets the part of its own shard."""
         return self._start(self.pending, self.sharded, terms, self._width(piece))
 
-    def _start(self, src: Layout, dst: Layout, local: torch.Tensor, width: int) -> Moving:
+    def _start(self, src: Layout, dst: Layout, local: torch.Tensor, width: int) -> PieceInFlight:
         shape = list(self.shape)
         shape[self.dim] = self.ranks * width
         told = comm_trace.described(f"{describe(src)} -> {describe(dst)}") if comm_trace.is_tracing() else nullcontext()
         with told:
-            return Moving(plan_transition(src, dst, tuple(shape)).start(local))
+            return PieceInFlight(plan_transition(src, dst, tuple(shape)).start(local))
 
     # -- cutting and joining --------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class SequencePieces:
             start, length = self._place(rank, piece)
             whole.narrow(self.dim, start, length).copy_(rows.narrow(self.dim, rank * width, length))
 
-    def joined(self, leaving: Sequence[Moving]) -> torch.Tensor:
+    def joined(self, leaving: Sequence[PieceInFlight]) -> torch.Tensor:
         """This rank's shard from what it got of every piece."""
         parts = [m.wait().narrow(self.dim, 0, self._rows(self.me, piece)) for piece, m in enumerate(leaving)]
         return torch.cat(parts, self.dim)
@@ -103,7 +103,7 @@ class SequencePieces:
         return first, min(first + self.step, stop) - first
 
 
-class Moving:
+class PieceInFlight:
     """A piece on its way."""
 
     def __init__(self, moving: Pending | torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
 from hyper_parallel.api.module_boundary import Boundary
 from hyper_parallel.api.replace_forward import set_forward
-from hyper_parallel.comm.redistribute import Move, move_of, moved
+from hyper_parallel.comm.redistribute import Redistribution, move_of, moved
 from hyper_parallel.sharding.layout import as_layout
 from hyper_parallel.sharding.placements import is_partial, is_replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
@@ -141,7 +141,7 @@ class _ProjectionStyle(ParallelStyle):
             return lambda layer, out, _: out
 
         @functools.lru_cache(maxsize=256)
-        def way(shape: torch.Size, dtype: torch.dtype) -> tuple[Spec, Move]:
+        def way(shape: torch.Size, dtype: torch.dtype) -> tuple[Spec, Redistribution]:
             whole = (*shape[:-1], layer.out_features)
             before, after = (as_layout(mesh, [placement], len(whole)) for placement in (computed, wanted))
             if self.use_local_output:

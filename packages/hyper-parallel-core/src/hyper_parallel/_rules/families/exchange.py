@@ -21,7 +21,7 @@ from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.placements import Partial, Shard
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
 
-__all__ = ["NOTHING", "Move", "Moving", "indices_of", "pending_rows", "plain"]
+__all__ = ["NOTHING", "ExchangePlan", "Moving", "indices_of", "pending_rows", "plain"]
 
 NOTHING = -1
 """In a map: no element, but the fill value."""
@@ -33,7 +33,7 @@ def indices_of(intervals: Intervals, device: torch.device | None = None) -> torc
     return parts[0] if len(parts) == 1 else torch.cat([torch.arange(0, device=device), *parts])
 
 
-class Move:
+class ExchangePlan:
     """Elements along one dimension from where they are to where they are wanted.
 
     Args:
@@ -73,7 +73,7 @@ class Move:
     @classmethod
     def along(
         cls, layout: Layout, size: int, dim: int, wanted: Callable[[tuple[int, ...]], torch.Tensor], fill: Any = 0
-    ) -> Move:
+    ) -> ExchangePlan:
         """From ``dim`` (of global length ``size``) of ``layout`` to what the rank at each mesh coordinate wants."""
         axes = tuple(sorted(a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1))
         group = layout.info.group(axes) if axes else None
@@ -85,7 +85,7 @@ class Move:
     @classmethod
     def between(
         cls, layout: Layout, size: int, dim: int, result: Layout, result_dim: int, index: torch.Tensor, fill: Any = 0
-    ) -> Move:
+    ) -> ExchangePlan:
         """From ``dim`` (of global length ``size``) of ``layout`` to ``result_dim`` of ``result``, element ``i`` of
         which is element ``index[i]`` (of an index of two dims its elements, side by side)."""
         sizes = tuple(len(index) if d == result_dim else 1 for d in range(result.ndim))
@@ -142,7 +142,7 @@ class _Moved(torch.autograd.Function):
     """A move, or its transpose; each is the other's derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, move: Move, dim: int, back: bool, fill: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, move: ExchangePlan, dim: int, back: bool, fill: Any) -> torch.Tensor:
         ctx.args = (move, dim, back)
         return move.back(x, dim) if back else move.forth(x, dim, fill)
 
@@ -210,7 +210,7 @@ class Moving(StrategyOp):
             return solution
         output = plain(fit_rank(output, target.ndim), maps)
         shape, fill = tuple(call.inputs[0].shape), self.fill(call)
-        moves = [(d, Move.between(target, shape[d], d, output, d, index, fill)) for d, index in maps.items()]
+        moves = [(d, ExchangePlan.between(target, shape[d], d, output, d, index, fill)) for d, index in maps.items()]
 
         def local(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             for d, move in moves:

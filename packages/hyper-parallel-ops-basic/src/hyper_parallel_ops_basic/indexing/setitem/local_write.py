@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyper_parallel._rules.families.exchange import Move
+from hyper_parallel._rules.families.exchange import ExchangePlan
 from hyper_parallel._rules.families.held_indices import HeldIndices
 from hyper_parallel._rules.families.ranges import Overlap, keep_range, overlaps
 from hyper_parallel.comm.redistribute import transition
@@ -38,7 +38,7 @@ class Value:
         self._needed = None if given is None else given.replicated()
         self._beyond = len(index.result) - len(shape)
         self.lies: set[int] = set()
-        self.moves: dict[int, tuple[int, Move]] = {}
+        self.moves: dict[int, tuple[int, ExchangePlan]] = {}
 
     @property
     def layout(self) -> Layout:

@@ -14,7 +14,7 @@ from hyper_parallel._rules.call import Call
 from hyper_parallel._rules.strategy import S
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Shard
-from hyper_parallel_ops_basic.indexing.exchange import Exchange
+from hyper_parallel_ops_basic.indexing.exchange import IndexExchange
 from hyper_parallel_ops_basic.indexing.index import Index, Item, as_ids
 from hyper_parallel_ops_basic.indexing.setitem.local_write import Value
 
@@ -38,7 +38,7 @@ class Travelling:
         spread = layout.replicated(len(index.broadcast))
         for axis in self.axes:
             spread = spread.with_placements({axis: S(place)})
-        self.exchange = Exchange(layout, index.shape, item.dim, spread, index.broadcast)
+        self.exchange = IndexExchange(layout, index.shape, item.dim, spread, index.broadcast)
 
     @property
     def at(self) -> int:

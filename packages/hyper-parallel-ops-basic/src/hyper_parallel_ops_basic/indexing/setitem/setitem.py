@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call, Ref, Solution, refuse
-from hyper_parallel._rules.families.exchange import Move, indices_of
+from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
 from hyper_parallel._rules.families.precision import casts_by_term
 from hyper_parallel._rules.families.ranges import keep_range, overlaps
 from hyper_parallel._rules.op import OpSummary
@@ -148,12 +148,14 @@ def _value(call: Call, index: Index, target: Layout) -> Value:
 
 def _to_region(
     target: Layout, shape: tuple[int, ...], dim: int, picked: range, have: Layout, sizes: tuple[int, ...], own: int
-) -> Move:
+) -> ExchangePlan:
     """The way of values to the ranks that hold what is picked: each gets what its overlaps need, in order."""
     group = target.info.group(tuple(sorted(target.shard_order[dim])))
     held = [indices_of(dim_intervals(have, sizes, own, c)) for c in group.coordinates]
     parts = [overlaps(dim_intervals(target, shape, dim, c), picked) for c in group.coordinates]
-    return Move(group, held, [indices_of(tuple((o.result.start, o.result.stop) for o in part)) for part in parts])
+    return ExchangePlan(
+        group, held, [indices_of(tuple((o.result.start, o.result.stop) for o in part)) for part in parts]
+    )
 
 
 def _let_travel(
