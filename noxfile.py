@@ -218,7 +218,7 @@ def types(session: nox.Session) -> None:
 def hints(session: nox.Session) -> None:
     """Write anew which of our op packs has which op, for the message about a missing one."""
     run(session, "python", "tools/write_pack_hints.py")
-    run(session, "ruff", "format", "packages/hyper-parallel-core/src/hyper_parallel/_pack_hints.py")
+    run(session, "ruff", "format", "packages/hyper-parallel-core/src/hyper_parallel/registry/pack_hints.py")
 
 
 @nox.session(venv_backend="none")

@@ -1,11 +1,11 @@
-"""Writes hyper_parallel/_pack_hints.py: which of our op packs has a rule for which op, read from their tables."""
+"""Writes hyper_parallel/registry/pack_hints.py: which of our op packs has a rule for which op, read from their tables."""
 
 from pathlib import Path
 
 from hyper_parallel.plugins.op_table import OpTable
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-TARGET = PACKAGES / "hyper-parallel-core" / "src" / "hyper_parallel" / "_pack_hints.py"
+TARGET = PACKAGES / "hyper-parallel-core" / "src" / "hyper_parallel" / "registry" / "pack_hints.py"
 
 HEAD = '''"""Which of our op packs has a rule for an op: only for the message that says which package to install.
 

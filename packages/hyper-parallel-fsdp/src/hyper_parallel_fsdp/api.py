@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from hyper_parallel.sharding.mesh import DeviceMesh
-from hyper_parallel.sharding.placements import Replicate, Shard
-from hyper_parallel.tensor.replaced_parameters import replaces_parameters
+from hyper_parallel import DeviceMesh, Replicate, Shard
+from hyper_parallel.rules import replaces_parameters
 from hyper_parallel_fsdp.checks import check_device_of
 from hyper_parallel_fsdp.data_mesh import data_mesh, place
 from hyper_parallel_fsdp.module import HSDPModule

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.comm import primitives as comm
-from hyper_parallel.comm import trace as comm_trace
+from hyper_parallel.rules import described, is_tracing, primitives
 from hyper_parallel_fsdp.group_info import DataGroups
 from hyper_parallel_fsdp.parameter import HSDPParam
 
@@ -104,7 +103,7 @@ class Bucket:
         out = self.whole if self._direct else self.whole.new_empty(self.members * self.shards.numel())
         group: Any = self.groups.sharded_group_info.group
         with self.traced("gather"):
-            self._work = (comm.all_gather(out, source, group, async_op=True), out)
+            self._work = (primitives.all_gather(out, source, group, async_op=True), out)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and put what arrived in its place."""
@@ -138,10 +137,10 @@ class Bucket:
 
     def traced(self, what: str) -> AbstractContextManager[None]:
         """Say in a :class:`~hyper_parallel.comm.trace.CommTrace` what a collective is for."""
-        if not comm_trace.is_tracing():
+        if not is_tracing():
             return nullcontext()
         more = f" and {len(self.params) - 1} more" if len(self.params) > 1 else ""
-        return comm_trace.described(f"fully_shard: {what} {self.params[0].name}{more}")
+        return described(f"fully_shard: {what} {self.params[0].name}{more}")
 
     def used(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """So many ones for each member: what says that this rank has all gradients."""

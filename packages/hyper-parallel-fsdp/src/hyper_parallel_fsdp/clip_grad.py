@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import DTensor
-from hyper_parallel.comm import primitives as comm
-from hyper_parallel.sharding.mesh import MeshInfo
-from hyper_parallel.sharding.placements import is_shard
+from hyper_parallel.rules import MeshInfo, is_shard, primitives
 
 __all__ = ["clip_grad_norm_"]
 
@@ -124,7 +122,7 @@ def _norm_over_mesh(
         copies = math.prod(mesh.shape[a] for a in over if a not in axes)
         parts.append(part if p == torch.inf else part / copies)
     total = _together(parts, p)
-    comm.all_reduce(total, mesh.group(over), "max" if p == torch.inf else "sum")
+    primitives.all_reduce(total, mesh.group(over), "max" if p == torch.inf else "sum")
     return total
 
 

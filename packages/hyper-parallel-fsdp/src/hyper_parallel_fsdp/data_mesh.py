@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hyper_parallel import DTensor
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info, root_mesh
-from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard, is_replicate
+from hyper_parallel import DeviceMesh, DTensor, Layout, Partial, Placement, Replicate, Shard, init_device_mesh
+from hyper_parallel.rules import MeshInfo, is_replicate, mesh_info, root_mesh
 from hyper_parallel_fsdp.group_info import DataGroups, GroupInfo
 from hyper_parallel_fsdp.roles import MeshRoles, mesh_roles
 

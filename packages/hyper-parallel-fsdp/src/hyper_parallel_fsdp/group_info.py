@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hyper_parallel.sharding.mesh import AxisGroup, MeshInfo
+from hyper_parallel.rules import AxisGroup, MeshInfo
 
 
 @dataclass(frozen=True, eq=False)

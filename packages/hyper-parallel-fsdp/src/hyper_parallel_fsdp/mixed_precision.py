@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
-from hyper_parallel.utils.structures import map_structure
+from hyper_parallel.rules import map_structure
 
 
 def cast_inputs(

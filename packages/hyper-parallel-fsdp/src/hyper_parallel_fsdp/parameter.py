@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel import DTensor
-from hyper_parallel.comm import primitives as comm
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import is_replicate
-from hyper_parallel.sharding.shard_ranges import chunk_bounds
-from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
-from hyper_parallel.tensor.distribute import as_parameter
-from hyper_parallel.tensor.dtensor import wrap
-from hyper_parallel.tensor.replaced_parameters import note_replaced
+from hyper_parallel import DTensor, Layout
+from hyper_parallel.rules import (
+    NOT_VARYING,
+    as_parameter,
+    chunk_bounds,
+    contiguous_stride,
+    is_replicate,
+    make_spec,
+    note_replaced,
+    primitives,
+    wrap,
+)
 from hyper_parallel_fsdp.data_mesh import ParamPlacement
 from hyper_parallel_fsdp.group_info import DataGroups, GroupInfo
 
@@ -175,7 +178,7 @@ class HSDPParam:
         group = GroupInfo.over(layout.info, tuple(a for a, p in enumerate(layout.placements) if is_replicate(p))).group
         if group is not None and self.local_numel:
             with torch.no_grad():
-                comm.broadcast(self.local, group, 0)
+                primitives.broadcast(self.local, group, 0)
 
     # -- the two forms ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.comm import primitives as comm
+from hyper_parallel.rules import primitives
 from hyper_parallel_fsdp.bucket import Bucket
 from hyper_parallel_fsdp.parameter import HSDPParam
 
@@ -91,7 +91,7 @@ class GradientReduction:
         else:
             self._sum = rows.new_empty(rows.shape[1])
             with self._bucket.traced("reduce"):
-                self._work = comm.reduce_scatter(self._sum, rows.view(-1), group, async_op=True)
+                self._work = primitives.reduce_scatter(self._sum, rows.view(-1), group, async_op=True)
 
     def step(self) -> bool:
         """Go on with what is in flight; True when the gradients are in place."""
@@ -128,7 +128,7 @@ class GradientReduction:
                 return True
             self._all_reduce = None
             with bucket.traced("reduce"):
-                self._work = comm.all_reduce(self._sum, group, async_op=True)
+                self._work = primitives.all_reduce(self._sum, group, async_op=True)
             return False
         if self._after != 1:
             self._sum.div_(self._after)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyper_parallel.sharding.mesh import MeshInfo
+from hyper_parallel.rules import MeshInfo
 
 _SHARD = frozenset({"fsdp", "dp_shard", "shard"})
 _REPLICATE = frozenset({"dp_replicate", "replicate"})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyper_parallel import DTensor
-from hyper_parallel.utils.structures import tensors_of
+from hyper_parallel.rules import tensors_of
 from hyper_parallel_fsdp.reduction import GradientReduction
 
 if TYPE_CHECKING:

@@ -11,9 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from hyper_parallel import implicit_replication
-from hyper_parallel.context import in_backward
-from hyper_parallel.tensor.autograd_bridge import gradient_paths
-from hyper_parallel.utils.structures import tensors_of
+from hyper_parallel.rules import gradient_paths, in_backward, tensors_of
 from hyper_parallel_fsdp.bucket import Bucket
 from hyper_parallel_fsdp.checks import check_devices, check_nothing_added, current_parameter
 from hyper_parallel_fsdp.data_mesh import DataMesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel._rules.call import Signature
+from hyper_parallel.rules import Signature
 from hyper_parallel_ops_basic.optimizer.foreach import FusedStep
 
 __all__ = ["ApplyAdamW"]

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from hyper_parallel._rules.call import Call
+from hyper_parallel.rules import Call
 from hyper_parallel_ops_basic.attention.kernel_attention import Arguments, end_of_keys
 from hyper_parallel_ops_deepseek.reference import left_out
 

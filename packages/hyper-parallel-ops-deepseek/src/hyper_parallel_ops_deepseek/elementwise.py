@@ -7,14 +7,22 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution, normal_dim
-from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    OpSummary,
+    P,
+    S,
+    Solution,
+    broadcast_shape,
+    dim_intervals,
+    fit_rank,
+    indices_of,
+    normal_dim,
+    plain,
+    shard_if_full,
+)
 from hyper_parallel_ops_deepseek.reference import rotated, with_rotated
 
 __all__ = ["RotaryMul", "SwiGLU"]

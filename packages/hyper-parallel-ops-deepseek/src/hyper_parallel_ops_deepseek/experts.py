@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Ref
-from hyper_parallel._rules.families.contraction import contraction_shape, contraction_strategies
-from hyper_parallel._rules.families.exchange import ExchangePlan
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
-from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard, Placement
-from hyper_parallel.sharding.spec import NOT_VARYING
+from hyper_parallel import Layout, PackedShard, Placement, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    NOT_VARYING,
+    Call,
+    ExchangePlan,
+    OpSummary,
+    P,
+    R,
+    Ref,
+    S,
+    contraction_shape,
+    contraction_strategies,
+    transition,
+)
 from hyper_parallel_ops_basic.moe.grouped_mm import LABELS, ends_among, held_of_label, with_own_groups
 from hyper_parallel_ops_deepseek.reference import group_ends, sorted_by_expert, weighted_sum
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import R, S
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Placement
+from hyper_parallel import Layout, Placement
+from hyper_parallel.rules import Call, OpSummary, R, S
 from hyper_parallel_ops_basic.attention.kernel_attention import Arguments, AttentionForm, Change, KernelAttention
 from hyper_parallel_ops_deepseek.attention_band import Band, row_dim
 from hyper_parallel_ops_deepseek.reference import npu_fusion_attention

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import R, S
-from hyper_parallel.sharding.placements import Placement
+from hyper_parallel import Placement
+from hyper_parallel.rules import Call, OpSummary, OverAxes, R, S
 from hyper_parallel_ops_basic.normalization.layer_norm import Normalise, RowNorm
 
 __all__ = ["NpuAddRMSNorm", "NpuRMSNorm"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
+from hyper_parallel import Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, P, S, broadcast_shape, shard_if_full
 
 
 class SolveTriangular(StrategyOp):

@@ -14,12 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel import DeviceMesh, DTensor, Layout, Replicate, Shard
-from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.mesh import mesh_info
-from hyper_parallel.sharding.placements import is_replicate
-from hyper_parallel.sharding.spec import NOT_VARYING, Spec
-from hyper_parallel.tensor.dtensor import wrap
-from hyper_parallel.utils.structures import map_structure
+from hyper_parallel.rules import NOT_VARYING, Spec, is_replicate, map_structure, mesh_info, transition, wrap
 
 __all__ = ["input_reshard"]
 

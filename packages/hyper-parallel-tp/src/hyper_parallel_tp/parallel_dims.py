@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from hyper_parallel import DeviceMesh, init_device_mesh
-from hyper_parallel.sharding.layout import device_type_of_backend
+from hyper_parallel.rules import device_type_of_backend
 
 __all__ = ["ParallelDims"]
 

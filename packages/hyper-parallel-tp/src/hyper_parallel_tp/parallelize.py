@@ -13,10 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
-from hyper_parallel.api.replace_forward import replicate_plain_inside
-from hyper_parallel.api.shard_module import matching
-from hyper_parallel.sharding.mesh import mesh_info
-from hyper_parallel.tensor.replaced_parameters import replaces_parameters
+from hyper_parallel.rules import matching, mesh_info, replaces_parameters, replicate_plain_inside
 from hyper_parallel_tp.plans.known import known_plan
 from hyper_parallel_tp.plans.late_adapters import explain_late_adapters
 from hyper_parallel_tp.plans.transformers import style_of

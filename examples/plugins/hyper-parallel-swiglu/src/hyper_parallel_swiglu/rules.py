@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hyper_parallel import PackedShard, Strategy, StrategyOp
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.strategy import S
+from hyper_parallel.rules import Call, S
 
 
 class SwigluRule(StrategyOp):

@@ -12,7 +12,7 @@ from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.dispatch.arguments import make_call, make_call_of
 from hyper_parallel.dispatch.cross_mesh import common_mesh
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
@@ -320,16 +320,6 @@ def output_specs(rule: DispatchEntry, call: Call, solution: Solution) -> tuple[t
         specs.append(make_spec(layout, tuple(value.shape), value.stride(), value.dtype, varying))
         position += 1
     return tuple(specs), single
-
-
-def fit_rank(layout: Layout, ndim: int) -> Layout:
-    """A layout for a tensor of ``ndim`` dims; the engine knows an output's rank only from its shards."""
-    if layout.ndim == ndim:
-        return layout
-    order = layout.shard_order
-    if any(order[ndim:]):
-        raise ValueError(f"a rule shards dim {len(order) - 1} of its result, which has {ndim} dimensions: {layout}")
-    return layout.with_order(layout.placements, (order + ((),) * (ndim - len(order)))[:ndim])
 
 
 def output_varying(call: Call, solution: Solution, layout: Layout, output: int) -> frozenset[int]:

@@ -16,7 +16,6 @@ from hyper_parallel.dispatch.cross_mesh import common_mesh, on_mesh
 from hyper_parallel.dispatch.plan import (
     DispatchEntry,
     Plan,
-    fit_rank,
     in_order_of,
     needs_varying,
     output_specs,
@@ -25,7 +24,7 @@ from hyper_parallel.dispatch.plan import (
     wrap_one,
 )
 from hyper_parallel.dispatch.redistribute_inputs import changed
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.placements import Replicate, Shard, is_partial, is_replicate
 from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like
 from hyper_parallel.tensor.in_place import run_inplace

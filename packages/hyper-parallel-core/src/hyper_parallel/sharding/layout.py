@@ -406,3 +406,13 @@ def as_layout(mesh: Any, placements: Sequence[Placement] | Layout | None, ndim: 
         raise ValueError("placements are missing: give one per mesh axis, or a Layout")
     assert not isinstance(placements, Layout)
     return Layout.from_placements(mesh, placements, ndim=ndim)
+
+
+def fit_rank(layout: Layout, ndim: int) -> Layout:
+    """A layout for a tensor of ``ndim`` dims; the engine knows an output's rank only from its shards."""
+    if layout.ndim == ndim:
+        return layout
+    order = layout.shard_order
+    if any(order[ndim:]):
+        raise ValueError(f"a rule shards dim {len(order) - 1} of its result, which has {ndim} dimensions: {layout}")
+    return layout.with_order(layout.placements, (order + ((),) * (ndim - len(order)))[:ndim])

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.call import Signature
-from hyper_parallel._rules.op import FunctionOp, OpSummary
+from hyper_parallel.rules import FunctionOp, OpSummary, Signature
 
 _REDUCTIONS = ("none", "mean", "sum")
 

@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import R, S, Strategy
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Placement
+from hyper_parallel import Layout, Placement, Strategy
+from hyper_parallel.rules import Call, OpSummary, R, S, zeros_from
 from hyper_parallel_ops_basic.attention.kernel_attention import (
     Arguments,
     AttentionForm,

@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard, Placement, Shard
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, PackedShard, Placement, Shard, Strategy, StrategyOp
+from hyper_parallel.rules import Call, S, Solution, dim_intervals
 from hyper_parallel_ops_basic.attention.scaled_dot_product import gathering
 
 __all__ = ["Arguments", "Change", "AttentionForm", "KernelAttention", "end_of_keys"]

@@ -8,16 +8,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
-from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard, Placement, Replicate, on_dim
-from hyper_parallel.sharding.shard_ranges import box, length
-from hyper_parallel.sharding.spec import NOT_VARYING
+from hyper_parallel import Layout, PackedShard, Placement, Replicate, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    NOT_VARYING,
+    Call,
+    OpSummary,
+    OverAxes,
+    P,
+    R,
+    S,
+    box,
+    broadcast_shape,
+    global_indices,
+    length,
+    on_dim,
+    shard_if_full,
+    transition,
+)
 from hyper_parallel_ops_basic.normalization.softmax import softmax_over
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.families.precision import wide
+from hyper_parallel.rules import wide
 
 Tensor = torch.Tensor
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Signature
-from hyper_parallel._rules.families.overwriting import overwrite
-from hyper_parallel._rules.op import FunctionOp, OpSummary
+from hyper_parallel.rules import FunctionOp, OpSummary, Signature, overwrite
 
 _CHECKS = (
     "has_torch_function",
@@ -87,8 +85,8 @@ def _no(*args: Any) -> bool:
 
 def plain_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A value that every rank has, next to ``tensor`` on its mesh."""
-    from hyper_parallel.dispatch.arguments import replica_spec
-    from hyper_parallel.tensor.dtensor import DTensor, wrap
+    from hyper_parallel import DTensor
+    from hyper_parallel.rules import replica_spec, wrap
 
     return wrap(value, replica_spec(value, tensor.layout)) if isinstance(tensor, DTensor) else value
 

@@ -7,8 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.sharding.placements import Replicate
-from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel import DTensor, Replicate
 from hyper_parallel_ops_basic.decompositions.composed import plain_like
 
 Tensor = torch.Tensor

@@ -13,12 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.call import Call, refuse
-from hyper_parallel._rules.families.held_indices import HeldIndices
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Shard
+from hyper_parallel import Layout, Shard, Strategy, StrategyOp
+from hyper_parallel.rules import Call, HeldIndices, OpSummary, P, S, refuse
 from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 
 

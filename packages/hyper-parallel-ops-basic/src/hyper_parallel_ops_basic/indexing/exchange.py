@@ -10,13 +10,8 @@ import math
 
 import torch
 
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
-from hyper_parallel._rules.strategy import S
-from hyper_parallel.comm import primitives as comm
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Placement, Shard, on_dim
-from hyper_parallel.sharding.shard_ranges import dim_intervals, local_shape
-from hyper_parallel.sharding.spec import Spec
+from hyper_parallel import Layout, Placement, Shard
+from hyper_parallel.rules import ExchangePlan, S, Spec, dim_intervals, indices_of, local_shape, on_dim, primitives
 
 __all__ = ["IndexExchange", "placed_along"]
 
@@ -120,7 +115,7 @@ class IndexExchange:
         padded[: index.numel()] = index.reshape(-1)
         known = index.new_empty(longest * len(counts))
         if longest:
-            comm.all_gather(known, padded, self._group)
+            primitives.all_gather(known, padded, self._group)
         rows = known.cpu().view(len(counts), longest)
         parts = [row[:n].view(piece).long() for row, n, piece in zip(rows, counts, pieces, strict=True)]
         for part in parts:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel._rules.families.exchange import indices_of
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout
+from hyper_parallel.rules import dim_intervals, indices_of
 
 __all__ = ["held_places"]
 

@@ -11,13 +11,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.exchange import ExchangePlan
-from hyper_parallel._rules.families.held_indices import HeldIndices, pending_lookup
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, on_dim
+from hyper_parallel import Layout, Partial, Strategy, StrategyOp
+from hyper_parallel.rules import Call, ExchangePlan, HeldIndices, OpSummary, S, on_dim, pending_lookup
 from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 from hyper_parallel_ops_basic.indexing.lookup import Lookup
 

@@ -8,13 +8,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel.comm.redistribute import transition
+from hyper_parallel import Layout, Replicate
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Replicate, is_replicate
-from hyper_parallel.sharding.spec import NOT_VARYING
-from hyper_parallel.utils.structures import map_tensors
+from hyper_parallel.rules import NOT_VARYING, Call, Solution, is_replicate, map_tensors, transition
 
 __all__ = ["gathered_inside"]
 

@@ -14,18 +14,29 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution, normal_dim
-from hyper_parallel._rules.families.exchange import ExchangePlan, plain
-from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_more, pending_lookup
-from hyper_parallel._rules.families.ranges import keep_range
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import R, S, Strategy, StrategyOp
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Placement, Replicate, on_dim
-from hyper_parallel.sharding.shard_ranges import local_shape
-from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec, memory_order
-from hyper_parallel.tensor.dtensor import wrap
+from hyper_parallel import Layout, Partial, Placement, Replicate, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    HeldIndices,
+    OpSummary,
+    R,
+    S,
+    Solution,
+    contiguous_stride,
+    fit_rank,
+    in_memory_order,
+    keep_range,
+    local_shape,
+    make_spec,
+    memory_order,
+    normal_dim,
+    on_dim,
+    one_row_more,
+    pending_lookup,
+    plain,
+    wrap,
+)
 from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 from hyper_parallel_ops_basic.indexing.index import Index, Item, as_ids, asked_for, check_whole_ids, parts_of
 from hyper_parallel_ops_basic.indexing.mask_positions import by_data

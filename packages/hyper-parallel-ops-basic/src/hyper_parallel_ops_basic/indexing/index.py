@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from hyper_parallel._rules.call import Ref
-from hyper_parallel._rules.families.held_indices import check_in_range
+from hyper_parallel.rules import Ref, check_in_range
 
 Kind = Literal["new", "int", "range", "tensor", "mask", "column"]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout
 
 
 class _Note(NamedTuple):

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
-from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Placement, Replicate, Shard, on_dim
-from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.sharding.spec import contiguous_stride, make_spec
-from hyper_parallel.tensor.dtensor import wrap
+from hyper_parallel import Layout, Placement, Replicate, Shard
+from hyper_parallel.rules import (
+    ExchangePlan,
+    OverAxes,
+    contiguous_stride,
+    dim_intervals,
+    global_indices,
+    indices_of,
+    make_spec,
+    on_dim,
+    wrap,
+)
 
 
 class Picked:

@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.elementwise import broadcast_shape
-from hyper_parallel._rules.families.exchange import ExchangePlan
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import LayoutOp, S
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Shard, is_replicate
-from hyper_parallel.sharding.shard_ranges import local_shape
-from hyper_parallel.sharding.spec import Spec
+from hyper_parallel import Layout, Shard
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    LayoutOp,
+    OpSummary,
+    OverAxes,
+    S,
+    Solution,
+    Spec,
+    broadcast_shape,
+    is_replicate,
+    local_shape,
+)
 from hyper_parallel_ops_basic.indexing.flattened_dims import held_places
 from hyper_parallel_ops_basic.indexing.mask_positions import Picked, of_dims
 from hyper_parallel_ops_basic.values.factories import settled

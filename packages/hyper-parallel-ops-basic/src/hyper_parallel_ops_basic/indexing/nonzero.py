@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Signature, Solution
-from hyper_parallel._rules.families.elementwise import Elementwise, broadcast_shape
-from hyper_parallel._rules.families.over_axes import global_indices
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel._rules.strategy import LayoutOp, Strategy
-from hyper_parallel.dispatch.dispatcher import dispatch
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout, Strategy
+from hyper_parallel.rules import (
+    Call,
+    Elementwise,
+    FunctionOp,
+    LayoutOp,
+    OpSummary,
+    Signature,
+    Solution,
+    broadcast_shape,
+    dispatch,
+    global_indices,
+)
 from hyper_parallel_ops_basic.indexing.mask_positions import Picked, by_data, known
 from hyper_parallel_ops_basic.values.factories import settled
 

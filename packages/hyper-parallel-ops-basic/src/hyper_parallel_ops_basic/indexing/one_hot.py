@@ -7,13 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.comm import primitives as comm
-from hyper_parallel.dispatch.dispatcher import dispatch
-from hyper_parallel.sharding.placements import Replicate
-from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel import DTensor, Replicate, Strategy, StrategyOp
+from hyper_parallel.rules import Call, FunctionOp, OpSummary, S, Solution, dispatch, primitives
 
 
 def one_hot_of(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
@@ -50,7 +45,7 @@ def number_of_classes(ids: DTensor) -> int:
     largest = local.max().long() if local.numel() else torch.full((), -1, device=local.device)
     axes = tuple(a for a, p in enumerate(layout.placements) if not isinstance(p, Replicate))
     if axes:
-        comm.all_reduce(largest, layout.info.group(axes), "max")
+        primitives.all_reduce(largest, layout.info.group(axes), "max")
     return int(largest) + 1
 
 

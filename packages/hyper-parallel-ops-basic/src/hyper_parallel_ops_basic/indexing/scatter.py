@@ -14,15 +14,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
-from hyper_parallel._rules.families.held_indices import HeldIndices
-from hyper_parallel._rules.families.overwriting import overwrite
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import is_replicate, on_dim
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    HeldIndices,
+    OpSummary,
+    P,
+    S,
+    Solution,
+    dim_intervals,
+    indices_of,
+    is_replicate,
+    on_dim,
+    overwrite,
+)
 from hyper_parallel_ops_basic.indexing.exchange import IndexExchange, placed_along
 from hyper_parallel_ops_basic.indexing.gathered_inputs import gathered_inside
 

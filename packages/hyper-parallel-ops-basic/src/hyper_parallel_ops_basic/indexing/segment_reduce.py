@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, normal_dim
-from hyper_parallel._rules.families.derivatives import first_derivative_only
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    OpSummary,
+    OverAxes,
+    P,
+    R,
+    S,
+    dim_intervals,
+    first_derivative_only,
+    normal_dim,
+    zeros_from,
+)
 
 
 class SegmentReduce(StrategyOp):

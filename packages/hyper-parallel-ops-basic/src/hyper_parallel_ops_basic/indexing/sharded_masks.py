@@ -12,13 +12,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, refuse
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Shard
-from hyper_parallel.sharding.spec import NOT_VARYING
-from hyper_parallel.tensor.random import local_part
+from hyper_parallel import Layout, Shard
+from hyper_parallel.rules import NOT_VARYING, Call, OverAxes, local_part, refuse, transition
 from hyper_parallel_ops_basic.indexing.index import Index, Item, as_ids
 from hyper_parallel_ops_basic.indexing.mask_positions import Picked, of_dims
 

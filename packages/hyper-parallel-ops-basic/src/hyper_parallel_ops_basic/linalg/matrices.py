@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, normal_dim
-from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.whole_dims import WholeDims
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.utils.structures import tensors_of
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    OpSummary,
+    S,
+    WholeDims,
+    broadcast_shape,
+    normal_dim,
+    shard_if_full,
+    tensors_of,
+    zeros_from,
+)
 
 
 class OfMatrices(StrategyOp):

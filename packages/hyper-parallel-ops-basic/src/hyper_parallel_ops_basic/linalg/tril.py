@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.exchange import pending_rows
-from hyper_parallel._rules.families.over_axes import global_indices
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, S, global_indices, pending_rows
 
 
 class Triangle(StrategyOp):

@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.families.derivatives import first_derivative_only
-from hyper_parallel._rules.families.held_indices import locate
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
+from hyper_parallel import Layout
+from hyper_parallel.rules import Intervals, OverAxes, dim_intervals, first_derivative_only, locate
 from hyper_parallel_ops_basic.normalization.softmax import shifted
 
 

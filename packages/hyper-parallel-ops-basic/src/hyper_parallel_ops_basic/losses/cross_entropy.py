@@ -8,14 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.held_indices import locate
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.families.precision import wide_dtype
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Placement, Replicate
+from hyper_parallel import Layout, Partial, Placement, Replicate, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, OverAxes, S, locate, wide_dtype
 from hyper_parallel_ops_basic.indexing.lookup import Lookup
 from hyper_parallel_ops_basic.losses.class_parallel import ClassShard, class_parallel_losses, weight_of
 from hyper_parallel_ops_basic.losses.loss_reduction import reduction_of

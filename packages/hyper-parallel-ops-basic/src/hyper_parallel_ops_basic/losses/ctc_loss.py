@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, P, S, Solution, zeros_from
 
 __all__ = ["CTCLoss"]
 

@@ -15,14 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from hyper_parallel._rules.call import Call, Signature
-from hyper_parallel._rules.families.derivatives import first_derivative_only
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.families.precision import wide_dtype
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Replicate
+from hyper_parallel import Layout, Partial, Replicate, Strategy, StrategyOp
+from hyper_parallel.rules import Call, FunctionOp, OpSummary, OverAxes, S, Signature, first_derivative_only, wide_dtype
 from hyper_parallel_ops_basic.losses.class_parallel import (
     ClassShard,
     Labels,
@@ -79,14 +73,14 @@ class LinearCrossEntropy(FunctionOp):
                 f"{tuple(x.shape)} and {tuple(matrix.shape)}"
             )
         if chunked:
-            return chunked_linear_cross_entropy(x, matrix, target, bias, options=options, **rules)
+            return in_chunks(x, matrix, target, bias, options=options, **rules)
         if matrix.ndim > 2:
             matrix = matrix.reshape(-1, matrix.shape[-1])
             bias = None if bias is None else bias.reshape(-1)
         return F.cross_entropy(F.linear(x, matrix, bias).reshape(scores_shape), target, **rules)
 
 
-def chunked_linear_cross_entropy(
+def in_chunks(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     target: torch.Tensor,
@@ -106,7 +100,7 @@ def chunked_linear_cross_entropy(
         "label_smoothing": label_smoothing,
     }
     if has_torch_function(tensors):
-        return handle_torch_function(chunked_linear_cross_entropy, tensors, *tensors, options=options, **rules)
+        return handle_torch_function(in_chunks, tensors, *tensors, options=options, **rules)
     if target.shape != input.shape[:-1]:
         raise ValueError(f"expected a target of shape {tuple(input.shape[:-1])}, got {tuple(target.shape)}")
     losses = F.linear_cross_entropy(
@@ -122,7 +116,7 @@ def chunked_linear_cross_entropy(
 
 
 class ChunkedLinearCrossEntropy(StrategyOp):
-    """:func:`chunked_linear_cross_entropy`: rows and classes sharded, over any mesh axes.
+    """:func:`in_chunks`: rows and classes sharded, over any mesh axes.
 
     Costs what :class:`~hyper_parallel_ops_basic.losses.cross_entropy.CrossEntropy` of the scores costs (two all-reduces where
     classes are sharded, however many chunks), and backward the input's and the weight's own reductions.

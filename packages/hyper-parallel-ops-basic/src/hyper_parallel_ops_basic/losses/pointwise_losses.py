@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.families.reduction import mean_term
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Replicate
+from hyper_parallel import Layout, Partial, Replicate, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, OverAxes, S, broadcast_shape, mean_term, shard_if_full
 from hyper_parallel_ops_basic.losses.loss_reduction import reduction_of
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.contraction import contraction_shape, contraction_strategies
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    Intervals,
+    OpSummary,
+    contraction_shape,
+    contraction_strategies,
+    dim_intervals,
+    zeros_from,
+)
 
 __all__ = ["GroupedMM", "plain_grouped_mm"]
 

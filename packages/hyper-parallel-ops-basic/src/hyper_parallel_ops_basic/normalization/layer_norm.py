@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.derivatives import first_derivative_only
-from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
-from hyper_parallel._rules.families.precision import wide
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard, Placement
+from hyper_parallel import Layout, PackedShard, Placement, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, OverAxes, S, first_derivative_only, global_indices, wide
 from hyper_parallel_ops_basic.values.autocast import widened
 
 

@@ -7,13 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, normal_dim
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.families.precision import LOW
-from hyper_parallel._rules.families.reduction import Reduction
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import LOW, Call, OpSummary, OverAxes, Reduction, S, normal_dim
 from hyper_parallel_ops_basic.indexing.lookup import known_sums
 from hyper_parallel_ops_basic.reduction.min_max import local_extreme
 from hyper_parallel_ops_basic.values.autocast import widened

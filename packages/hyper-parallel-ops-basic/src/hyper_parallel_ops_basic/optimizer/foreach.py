@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.comm.reduce_ops import norm_op
-from hyper_parallel.context import state
+from hyper_parallel import DTensor, Layout, Partial
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, is_partial, is_shard
-from hyper_parallel.sharding.spec import NOT_VARYING, make_spec
-from hyper_parallel.tensor.dtensor import DTensor, wrap
-from hyper_parallel.tensor.redistribute_cache import remembered
+from hyper_parallel.rules import (
+    NOT_VARYING,
+    FunctionOp,
+    OpSummary,
+    is_partial,
+    is_shard,
+    make_spec,
+    norm_op,
+    plan_transition,
+    remembered,
+    state,
+    wrap,
+)
 
 
 class Foreach(FunctionOp):

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel.comm import primitives as comm
+from hyper_parallel import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.sharding.mesh import MeshInfo
-from hyper_parallel.sharding.placements import is_shard
-from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.rules import FunctionOp, MeshInfo, OpSummary, is_shard, primitives
 
 
 class UnscaleGradients(FunctionOp):
@@ -44,4 +41,4 @@ class UnscaleGradients(FunctionOp):
         for info, sharding in axes.items():
             apart = tuple(sorted(a for a in sharding if info.shape[a] > 1))
             if apart:
-                comm.all_reduce(found, info.group(apart), "max")
+                primitives.all_reduce(found, info.group(apart), "max")

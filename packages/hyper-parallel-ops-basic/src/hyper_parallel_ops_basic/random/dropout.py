@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import LayoutOp, S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial
-from hyper_parallel.tensor.random import draw
+from hyper_parallel import Layout, Partial, Strategy, StrategyOp
+from hyper_parallel.rules import Call, LayoutOp, OpSummary, S, Solution, draw
 from hyper_parallel_ops_basic.values.factories import settled
 
 

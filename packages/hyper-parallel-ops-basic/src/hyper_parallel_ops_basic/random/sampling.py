@@ -8,15 +8,24 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel.context import state
+from hyper_parallel import DTensor, Replicate
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.sharding.placements import Replicate
-from hyper_parallel.sharding.spec import contiguous_stride, in_memory_order, make_spec
-from hyper_parallel.tensor.dtensor import DTensor, wrap
-from hyper_parallel.tensor.in_place import before_write
-from hyper_parallel.tensor.random import check_generators, draw, embedded, local_part
-from hyper_parallel.tensor.views import carry, root_of
+from hyper_parallel.rules import (
+    FunctionOp,
+    OpSummary,
+    before_write,
+    carry,
+    check_generators,
+    contiguous_stride,
+    draw,
+    embedded,
+    in_memory_order,
+    local_part,
+    make_spec,
+    root_of,
+    state,
+    wrap,
+)
 from hyper_parallel_ops_basic.values.factories import settled
 
 

@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import is_shard, on_dim
-from hyper_parallel.tensor.random import draw
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, S, Solution, draw, is_shard, on_dim
 
 Tensor = torch.Tensor
 

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, normal_dim
-from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
-from hyper_parallel._rules.families.overwriting import overwrite
-from hyper_parallel._rules.families.reduction import keeps_sums
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard, Partial
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, PackedShard, Partial, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    OpSummary,
+    OverAxes,
+    S,
+    dim_intervals,
+    global_indices,
+    keeps_sums,
+    normal_dim,
+    overwrite,
+)
 from hyper_parallel_ops_basic.reduction.min_max import neutral
 
 

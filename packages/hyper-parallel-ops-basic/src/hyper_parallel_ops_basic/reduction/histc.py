@@ -7,13 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel._rules.strategy import P, R, S, Strategy, StrategyOp
-from hyper_parallel.dispatch.dispatcher import dispatch
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel import DTensor, Layout, Strategy, StrategyOp
+from hyper_parallel.rules import Call, FunctionOp, OpSummary, OverAxes, P, R, S, dispatch
 from hyper_parallel_ops_basic.indexing.one_hot import number_of_classes
 from hyper_parallel_ops_basic.reduction.min_max import local_extreme
 

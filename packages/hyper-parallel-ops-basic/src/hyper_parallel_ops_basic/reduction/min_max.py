@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
-from hyper_parallel._rules.families.reduction import Reduction
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Placement, Replicate, Shard
+from hyper_parallel import Layout, Partial, Placement, Replicate, Shard, Strategy
+from hyper_parallel.rules import Call, OpSummary, OverAxes, Reduction, S, broadcast_shape, global_indices, shard_if_full
 
 _NOWHERE = torch.iinfo(torch.int64).max
 

@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Signature
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.families.precision import wide
-from hyper_parallel._rules.families.reduction import Reduction
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout
+from hyper_parallel.rules import Call, OpSummary, OverAxes, Reduction, Signature, wide
 
 _WITH_FLAG = Signature("input, dim, unbiased, keepdim")
 

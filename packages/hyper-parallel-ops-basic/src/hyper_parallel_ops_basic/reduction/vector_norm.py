@@ -8,16 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, normal_dim
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.families.precision import wide
-from hyper_parallel._rules.families.reduction import Reduction
-from hyper_parallel._rules.families.whole_dims import Dealt
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy
-from hyper_parallel.comm.reduce_ops import norm_op
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Placement, Replicate
+from hyper_parallel import Layout, Partial, Placement, Replicate, Strategy
+from hyper_parallel.rules import Call, Dealt, OpSummary, OverAxes, Reduction, S, norm_op, normal_dim, wide
 from hyper_parallel_ops_basic.reduction.min_max import local_extreme, tie_share, unfold
 from hyper_parallel_ops_basic.values.autocast import widened
 

@@ -7,13 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.exchange import pending_rows
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import local_shape
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, S, Solution, fit_rank, local_shape, pending_rows
 
 
 class AsStrided(StrategyOp):

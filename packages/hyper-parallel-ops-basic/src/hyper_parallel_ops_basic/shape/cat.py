@@ -11,14 +11,22 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution, normal_dim
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, pending_rows, plain
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import R, S, Strategy, StrategyOp
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard, Placement, is_shard
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, PackedShard, Placement, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    OpSummary,
+    R,
+    S,
+    Solution,
+    dim_intervals,
+    fit_rank,
+    indices_of,
+    is_shard,
+    normal_dim,
+    pending_rows,
+    plain,
+)
 
 
 def packed_or_plain(dim: int, sections: Sequence[int]) -> Placement:

@@ -7,15 +7,23 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Signature, Solution, normal_dim
-from hyper_parallel._rules.families.exchange import ExchangePlan, Moving, pending_rows, plain
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.dispatch.dispatcher import dispatch
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.placements import Partial
-from hyper_parallel.tensor.dtensor import DTensor
-from hyper_parallel.tensor.redistribute_cache import remembered
+from hyper_parallel import DTensor, Partial, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    FunctionOp,
+    Moving,
+    OpSummary,
+    S,
+    Signature,
+    Solution,
+    dispatch,
+    fit_rank,
+    normal_dim,
+    pending_rows,
+    plain,
+    remembered,
+)
 from hyper_parallel_ops_basic.shape.cat import packed_or_plain, sections_of
 
 

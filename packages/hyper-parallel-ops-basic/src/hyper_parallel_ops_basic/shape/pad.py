@@ -7,10 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import NOTHING, Moving
-from hyper_parallel._rules.op import OpSummary
+from hyper_parallel.rules import NOTHING, Call, Moving, OpSummary, Solution, zeros_from
 
 
 class Pad(Moving):

@@ -13,16 +13,24 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution, normal_dim, refuse
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
-from hyper_parallel._rules.families.ranges import Kept, keep_range
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import LayoutOp
-from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Replicate, on_dim
-from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.sharding.spec import NOT_VARYING
+from hyper_parallel import Layout, Replicate
+from hyper_parallel.rules import (
+    NOT_VARYING,
+    Call,
+    ExchangePlan,
+    Kept,
+    LayoutOp,
+    OpSummary,
+    Solution,
+    dim_intervals,
+    indices_of,
+    keep_range,
+    normal_dim,
+    on_dim,
+    plain,
+    refuse,
+    transition,
+)
 
 
 class Split(LayoutOp):

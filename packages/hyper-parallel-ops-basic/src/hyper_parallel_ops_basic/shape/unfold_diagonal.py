@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution, normal_dim
-from hyper_parallel._rules.families.exchange import pending_rows, plain
-from hyper_parallel._rules.families.held_indices import HeldIndices, one_row_more, pending_lookup
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    HeldIndices,
+    OpSummary,
+    S,
+    Solution,
+    normal_dim,
+    one_row_more,
+    pending_lookup,
+    pending_rows,
+    plain,
+)
 from hyper_parallel_ops_basic.spatial.halo import Window
 
 

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, normal_dim
-from hyper_parallel._rules.families.whole_dims import WholeDims
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import R, S, Strategy
-from hyper_parallel.sharding.placements import Shard
+from hyper_parallel import Shard, Strategy
+from hyper_parallel.rules import Call, OpSummary, R, S, WholeDims, normal_dim
 
 
 class AlongDim(WholeDims):

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, normal_dim
-from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import R, S, Strategy
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout, Strategy
+from hyper_parallel.rules import Call, OpSummary, OverAxes, R, S, global_indices, normal_dim
 from hyper_parallel_ops_basic.sorting.sort import AlongDim
 
 

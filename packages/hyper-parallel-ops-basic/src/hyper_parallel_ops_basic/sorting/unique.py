@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.elementwise import broadcast_shape, shard_if_full
-from hyper_parallel._rules.families.over_axes import OverAxes
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import LayoutOp, P, R, S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Placement
+from hyper_parallel import Layout, Partial, Placement, Strategy, StrategyOp
+from hyper_parallel.rules import Call, LayoutOp, OpSummary, OverAxes, P, R, S, Solution, broadcast_shape, shard_if_full
 from hyper_parallel_ops_basic.indexing.mask_positions import by_data, known, of_dims
 from hyper_parallel_ops_basic.values.factories import settled
 

@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.whole_dims import Dealt, WholeDims
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, Strategy
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Replicate, Shard
-from hyper_parallel.sharding.shard_ranges import dim_intervals, local_shape
+from hyper_parallel import Layout, Replicate, Shard, Strategy
+from hyper_parallel.rules import Call, Dealt, OpSummary, P, WholeDims, dim_intervals, local_shape, zeros_from
 from hyper_parallel_ops_basic.spatial.pooling import in_the_whole
 
 __all__ = ["AdaptivePool"]

@@ -8,12 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import ExchangePlan
-from hyper_parallel._rules.strategy import P, S, Strategy
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, Strategy
+from hyper_parallel.rules import Call, ExchangePlan, P, S, dim_intervals, zeros_from
 from hyper_parallel_ops_basic.spatial.convolution import SlidingKernel, each
 
 __all__ = ["ConvTranspose"]

@@ -9,14 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import ExchangePlan, plain
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard
+from hyper_parallel import Layout, PackedShard, Strategy, StrategyOp
+from hyper_parallel.rules import Call, ExchangePlan, OpSummary, P, S, Solution, fit_rank, plain, zeros_from
 from hyper_parallel_ops_basic.spatial.halo import Window
 
 __all__ = ["Convolution"]

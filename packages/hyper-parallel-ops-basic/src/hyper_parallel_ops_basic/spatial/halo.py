@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hyper_parallel._rules.families.exchange import NOTHING, ExchangePlan, indices_of
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout
+from hyper_parallel.rules import NOTHING, ExchangePlan, dim_intervals, indices_of
 
 __all__ = ["Window"]
 

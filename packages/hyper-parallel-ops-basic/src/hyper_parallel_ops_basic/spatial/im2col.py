@@ -7,15 +7,24 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
-from hyper_parallel._rules.families.ranges import merged
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals, length, local_shape
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    Intervals,
+    OpSummary,
+    P,
+    S,
+    Solution,
+    dim_intervals,
+    fit_rank,
+    indices_of,
+    length,
+    local_shape,
+    merged,
+    plain,
+    zeros_from,
+)
 from hyper_parallel_ops_basic.spatial.convolution import each
 from hyper_parallel_ops_basic.spatial.halo import Window
 from hyper_parallel_ops_basic.spatial.im2col_positions import Patches, in_every_row

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.families.exchange import NOTHING, ExchangePlan, indices_of
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import PackedShard, Shard
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, PackedShard, Shard
+from hyper_parallel.rules import NOTHING, ExchangePlan, dim_intervals, indices_of
 from hyper_parallel_ops_basic.indexing.flattened_dims import held_places
 from hyper_parallel_ops_basic.spatial.halo import Window
 

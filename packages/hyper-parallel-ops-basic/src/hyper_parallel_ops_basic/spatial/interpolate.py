@@ -7,15 +7,21 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of, plain
-from hyper_parallel._rules.families.precision import wide
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.shard_ranges import dim_intervals
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    OpSummary,
+    P,
+    S,
+    Solution,
+    dim_intervals,
+    fit_rank,
+    indices_of,
+    plain,
+    wide,
+    zeros_from,
+)
 
 __all__ = ["Interpolate"]
 

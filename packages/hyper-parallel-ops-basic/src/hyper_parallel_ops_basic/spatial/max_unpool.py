@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import plain
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
-from hyper_parallel.comm import primitives as comm
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.mesh import AxisGroup
-from hyper_parallel.sharding.shard_ranges import local_shape
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import (
+    AxisGroup,
+    Call,
+    OpSummary,
+    S,
+    Solution,
+    fit_rank,
+    local_shape,
+    plain,
+    primitives,
+    zeros_from,
+)
 from hyper_parallel_ops_basic.indexing.flattened_dims import held_places
 
 
@@ -131,7 +134,7 @@ class Placing:
         members, me = self.group.size, self.group.rank
         row = torch.cat([torch.bincount(owners, minlength=members), unknown.sum().view(1)])
         known = row.new_empty(members * (members + 1))
-        comm.all_gather(known, row, self.group)
+        primitives.all_gather(known, row, self.group)
         rows = known.view(members, members + 1).tolist()
         if wrong := sum(row[-1] for row in rows):
             raise RuntimeError(f"Found an invalid max index: {wrong} of them are in no plane of {self.places} places")
@@ -147,7 +150,7 @@ class _Sent(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.args = (receives, sends, group)
         out = elements.new_empty(sum(receives))
-        comm.all_to_all(out, elements.contiguous(), receives, sends, group)
+        primitives.all_to_all(out, elements.contiguous(), receives, sends, group)
         return out
 
     @staticmethod

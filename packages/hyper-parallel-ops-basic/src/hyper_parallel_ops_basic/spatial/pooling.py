@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.empty_shards import zeros_from
-from hyper_parallel._rules.families.exchange import plain
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import P, S, Strategy, StrategyOp
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel import Layout, Strategy, StrategyOp
+from hyper_parallel.rules import Call, OpSummary, P, S, Solution, plain, zeros_from
 from hyper_parallel_ops_basic.spatial.convolution import each
 from hyper_parallel_ops_basic.spatial.halo import Window
 

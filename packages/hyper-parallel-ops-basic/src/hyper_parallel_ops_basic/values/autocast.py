@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel._rules.families.precision import LOW
+from hyper_parallel.rules import LOW
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

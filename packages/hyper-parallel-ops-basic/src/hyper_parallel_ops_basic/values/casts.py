@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.families.precision import casts_by_term
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel.context import state
+from hyper_parallel import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.rules import FunctionOp, OpSummary, casts_by_term, state, wrap
 
 
 class Cast(FunctionOp):

@@ -11,12 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import LayoutOp
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Replicate
-from hyper_parallel.sharding.shard_ranges import local_shape
+from hyper_parallel import Layout, Partial, Replicate
+from hyper_parallel.rules import Call, LayoutOp, OpSummary, Solution, local_shape
 
 
 def settled(layout: Layout) -> Layout:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hyper_parallel._rules.call import Call, Solution
-from hyper_parallel._rules.families.elementwise import shard_if_full
-from hyper_parallel._rules.families.precision import casts_by_term
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import LayoutOp, S, Strategy, StrategyOp
-from hyper_parallel.sharding.placements import Partial
+from hyper_parallel import Partial, Strategy, StrategyOp
+from hyper_parallel.rules import Call, LayoutOp, OpSummary, S, Solution, casts_by_term, shard_if_full
 from hyper_parallel_ops_basic.indexing.setitem.setitem import neutral_of_number
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.op import FunctionOp, OpSummary
-from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel import DTensor
+from hyper_parallel.rules import FunctionOp, OpSummary
 
 
 class Read(FunctionOp):

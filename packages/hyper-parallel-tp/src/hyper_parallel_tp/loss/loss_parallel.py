@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import DeviceMesh, DTensor, Replicate, all_gather, implicit_replication
-from hyper_parallel._rules.families.precision import LOW
-from hyper_parallel.sharding.mesh import mesh_info
-from hyper_parallel.sharding.shard_ranges import chunk_bounds
+from hyper_parallel.rules import LOW, chunk_bounds, mesh_info
 
 __all__ = ["gather_tensor_parallel_logits", "is_loss_parallel_active", "loss_parallel"]
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Replicate, all_reduce
-from hyper_parallel.sharding.placements import is_replicate
-from hyper_parallel.tensor.redistribute_cache import remembered
+from hyper_parallel.rules import is_replicate, remembered
 from hyper_parallel_tp.loss.loss_parallel import loss_parallel
 
 __all__ = ["FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"]

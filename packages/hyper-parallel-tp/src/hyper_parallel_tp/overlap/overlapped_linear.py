@@ -17,15 +17,20 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel import DTensor, Layout, Placement, Replicate, Shard
-from hyper_parallel._rules.call import normal_dim
-from hyper_parallel._rules.families.derivatives import first_derivative_only
-from hyper_parallel.comm.redistribute import target_spec
-from hyper_parallel.dispatch.plan import vary_axes
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.sharding.placements import is_replicate, is_shard, on_dim
-from hyper_parallel.sharding.spec import contiguous_stride, make_spec
-from hyper_parallel.tensor.dtensor import wrap
-from hyper_parallel.tensor.redistribute_cache import remembered
+from hyper_parallel.rules import (
+    contiguous_stride,
+    first_derivative_only,
+    is_replicate,
+    is_shard,
+    make_spec,
+    normal_dim,
+    on_dim,
+    remembered,
+    target_spec,
+    vary_axes,
+    wrap,
+)
 from hyper_parallel_tp.overlap.sequence_pieces import SequencePieces
 
 __all__ = ["all_gather_linear", "linear_reduce_scatter"]

@@ -8,11 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from hyper_parallel import Layout, Partial
-from hyper_parallel.comm import trace as comm_trace
-from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.comm.redistribute import describe
-from hyper_parallel.comm.steps import Pending
-from hyper_parallel.sharding.shard_ranges import chunk_bounds
+from hyper_parallel.rules import Pending, chunk_bounds, describe, described, is_tracing, plan_transition
 
 __all__ = ["SequencePieces"]
 
@@ -59,7 +55,7 @@ class SequencePieces:
     def _start(self, src: Layout, dst: Layout, local: torch.Tensor, width: int) -> PieceInFlight:
         shape = list(self.shape)
         shape[self.dim] = self.ranks * width
-        told = comm_trace.described(f"{describe(src)} -> {describe(dst)}") if comm_trace.is_tracing() else nullcontext()
+        told = described(f"{describe(src)} -> {describe(dst)}") if is_tracing() else nullcontext()
         with told:
             return PieceInFlight(plan_transition(src, dst, tuple(shape)).start(local))
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel import DTensor
-from hyper_parallel.api.replace_forward import forward_function, set_forward
 from hyper_parallel.errors import RedistributionError
+from hyper_parallel.rules import forward_function, set_forward
 
 __all__ = ["explain_late_adapters"]
 

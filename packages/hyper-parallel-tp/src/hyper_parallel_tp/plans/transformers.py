@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel import DeviceMesh, PackedShard, Placement, Replicate, Shard
-from hyper_parallel.api.shard_module import matcher
+from hyper_parallel.rules import matcher
 from hyper_parallel_tp.styles.attention import AttentionParallel
 from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel
 from hyper_parallel_tp.styles.local_compute import LocalCompute

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement, Replicate
-from hyper_parallel.api.replace_forward import replicate_plain_inside
+from hyper_parallel.rules import replicate_plain_inside
 from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel, base_layer
 from hyper_parallel_tp.styles.prepare import PrepareModuleInput
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.api.replace_forward import forward_function, set_forward
-from hyper_parallel.utils.structures import change_values
+from hyper_parallel.rules import change_values, forward_function, set_forward
 
 Change = Callable[[nn.Module, Any], Any]
 """From the module and a value to the value in its place."""

@@ -10,14 +10,22 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, PackedShard, Partial, Placement, Replicate, Shard
-from hyper_parallel.api.module_boundary import Boundary
-from hyper_parallel.api.replace_forward import set_forward
-from hyper_parallel.comm.redistribute import Redistribution, move_of, moved
-from hyper_parallel.sharding.layout import as_layout
-from hyper_parallel.sharding.placements import is_partial, is_replicate
-from hyper_parallel.sharding.shard_ranges import local_shape
-from hyper_parallel.sharding.spec import NOT_VARYING, Spec, contiguous_stride, make_spec
-from hyper_parallel.tensor.dtensor import wrap
+from hyper_parallel.rules import (
+    NOT_VARYING,
+    Boundary,
+    Redistribution,
+    Spec,
+    as_layout,
+    contiguous_stride,
+    is_partial,
+    is_replicate,
+    local_shape,
+    make_spec,
+    move_of,
+    moved,
+    set_forward,
+    wrap,
+)
 from hyper_parallel_tp.overlap.overlapped_linear import all_gather_linear, linear_reduce_scatter
 from hyper_parallel_tp.styles.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.styles.local_layers import compute_on_pieces, function_of_pieces

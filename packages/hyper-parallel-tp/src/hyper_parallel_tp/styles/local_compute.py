@@ -11,13 +11,22 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout, Partial, Placement, Replicate
-from hyper_parallel.api.module_boundary import Boundary, map_dtensors, taken_as
-from hyper_parallel.api.replace_forward import forward_function, set_forward
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.mesh import MeshInfo, mesh_info
-from hyper_parallel.sharding.placements import is_partial, is_replicate, is_shard
-from hyper_parallel.tensor.redistribute_cache import remembered
-from hyper_parallel.utils.structures import map_structure, tensors_of
+from hyper_parallel.rules import (
+    Boundary,
+    MeshInfo,
+    fit_rank,
+    forward_function,
+    is_partial,
+    is_replicate,
+    is_shard,
+    map_dtensors,
+    map_structure,
+    mesh_info,
+    remembered,
+    set_forward,
+    taken_as,
+    tensors_of,
+)
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["LocalCompute"]

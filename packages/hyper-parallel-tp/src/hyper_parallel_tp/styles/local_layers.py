@@ -18,10 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout
-from hyper_parallel.api.module_boundary import Boundary
-from hyper_parallel.api.replace_forward import forward_function, set_forward
-from hyper_parallel.sharding.mesh import mesh_info
-from hyper_parallel.tensor.redistribute_cache import remembered
+from hyper_parallel.rules import Boundary, forward_function, mesh_info, remembered, set_forward
 
 __all__ = ["compute_on_pieces", "function_of_pieces"]
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout
-from hyper_parallel.sharding.mesh import mesh_info
-from hyper_parallel.sharding.placements import is_shard
+from hyper_parallel.rules import is_shard, mesh_info
 
 
 def local_piece(value: Any, module: nn.Module, mesh: DeviceMesh) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, Placement
-from hyper_parallel.api.module_boundary import Boundary
+from hyper_parallel.rules import Boundary
 from hyper_parallel_tp.styles.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.styles.local_outputs import local_piece
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement

@@ -10,10 +10,15 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, Replicate, Shard
-from hyper_parallel.api.module_boundary import Boundary, map_dtensors
-from hyper_parallel.api.replace_forward import replicate_plain_inside
-from hyper_parallel.sharding.spec import Spec, contiguous_stride, make_spec
-from hyper_parallel.tensor.dtensor import wrap
+from hyper_parallel.rules import (
+    Boundary,
+    Spec,
+    contiguous_stride,
+    make_spec,
+    map_dtensors,
+    replicate_plain_inside,
+    wrap,
+)
 from hyper_parallel_tp.styles.call_changes import change_inputs, change_output, parameter_names
 from hyper_parallel_tp.styles.local_layers import Compute, compute_on_pieces, function_of_pieces
 from hyper_parallel_tp.styles.local_outputs import check_pieces, local_piece

@@ -10,9 +10,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Placement, distribute_tensor
-from hyper_parallel.sharding.layout import as_layout
-from hyper_parallel.tensor.distribute import as_parameter, replicate_rest
-from hyper_parallel.tensor.replaced_parameters import replaces_parameters
+from hyper_parallel.rules import as_layout, as_parameter, replaces_parameters, replicate_rest
 
 __all__ = ["ParallelStyle"]
 

@@ -15,8 +15,7 @@ import torch
 from hyper_parallel._rules.call import Call, Solution
 from hyper_parallel._rules.strategy import S, Strategy, StrategyOp
 from hyper_parallel.comm import primitives as comm
-from hyper_parallel.dispatch.plan import fit_rank
-from hyper_parallel.sharding.layout import Layout
+from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.placements import Partial, Shard
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals

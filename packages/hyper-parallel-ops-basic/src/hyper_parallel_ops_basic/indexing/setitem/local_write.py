@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyper_parallel._rules.families.exchange import ExchangePlan
-from hyper_parallel._rules.families.held_indices import HeldIndices
-from hyper_parallel._rules.families.ranges import Overlap, keep_range, overlaps
-from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Replicate
-from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.sharding.spec import NOT_VARYING
+from hyper_parallel import Layout, Replicate
+from hyper_parallel.rules import (
+    NOT_VARYING,
+    ExchangePlan,
+    HeldIndices,
+    Overlap,
+    dim_intervals,
+    keep_range,
+    overlaps,
+    transition,
+)
 from hyper_parallel_ops_basic.indexing.index import Index, as_ids, asked_for, check_whole_ids, dims_read
 from hyper_parallel_ops_basic.indexing.sharded_masks import Beside, ShardedMask
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call
-from hyper_parallel._rules.strategy import S
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Shard
+from hyper_parallel import Layout, Shard
+from hyper_parallel.rules import Call, S
 from hyper_parallel_ops_basic.indexing.exchange import IndexExchange
 from hyper_parallel_ops_basic.indexing.index import Index, Item, as_ids
 from hyper_parallel_ops_basic.indexing.setitem.local_write import Value

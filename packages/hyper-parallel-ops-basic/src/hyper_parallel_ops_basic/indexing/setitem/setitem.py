@@ -13,17 +13,27 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Ref, Solution, refuse
-from hyper_parallel._rules.families.exchange import ExchangePlan, indices_of
-from hyper_parallel._rules.families.precision import casts_by_term
-from hyper_parallel._rules.families.ranges import keep_range, overlaps
-from hyper_parallel._rules.op import OpSummary
-from hyper_parallel._rules.strategy import LayoutOp, P, S
-from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import Partial, Replicate, Shard, is_replicate, on_dim
-from hyper_parallel.sharding.shard_ranges import dim_intervals
-from hyper_parallel.sharding.spec import Spec
+from hyper_parallel import Layout, Partial, Replicate, Shard
+from hyper_parallel.rules import (
+    Call,
+    ExchangePlan,
+    LayoutOp,
+    OpSummary,
+    P,
+    Ref,
+    S,
+    Solution,
+    Spec,
+    casts_by_term,
+    dim_intervals,
+    indices_of,
+    is_replicate,
+    keep_range,
+    on_dim,
+    overlaps,
+    plan_transition,
+    refuse,
+)
 from hyper_parallel_ops_basic.indexing.gathered_inputs import gathered_inside
 from hyper_parallel_ops_basic.indexing.index import Index, parts_of
 from hyper_parallel_ops_basic.indexing.mask_positions import of_dims
