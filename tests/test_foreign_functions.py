@@ -16,7 +16,7 @@ from hyper_parallel import DTensor, Shard, Strategy, StrategyOp, distribute_tens
 from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel._rules.strategy import S
 from hyper_parallel.errors import MissingOpError
-from hyper_parallel.registry.registry import Registry, use_registry
+from hyper_parallel.registry import Registry, use_registry
 from hyper_parallel.testing import mesh_of
 from hyper_parallel.utils.import_hooks import when_imported
 

@@ -7,7 +7,7 @@ import torch
 
 from hyper_parallel.analysis.coverage import coverage_of, trace_training_step
 from hyper_parallel.analysis.sample_models import sample_models
-from hyper_parallel.registry.registry import Registry
+from hyper_parallel.registry import Registry
 
 MODELS = (
     "llama",

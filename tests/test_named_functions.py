@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import Partial, Replicate, Shard, distribute_tensor
-from hyper_parallel.registry.registry import Registry
+from hyper_parallel.registry import Registry
 from hyper_parallel.testing import OpConformance, sample, tensor
 from hyper_parallel.testing.placing import mesh_of
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hyper_parallel.registry.registry import default_registry
+from hyper_parallel.registry import default_registry
 
 ROOT = Path(__file__).parents[1]
 

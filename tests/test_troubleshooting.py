@@ -165,7 +165,9 @@ def test_message_is_the_quoted_one(ranks, tmp_path, title, index):
 
 
 def test_message_about_a_blocked_pack(monkeypatch):
-    code = "import torch; from hyper_parallel.registry.registry import Registry; print(Registry().missing_message(torch.softmax))"
+    code = (
+        "import torch; from hyper_parallel.registry import Registry; print(Registry().missing_message(torch.softmax))"
+    )
     monkeypatch.setenv("HYPER_PARALLEL_DISABLE_PLUGINS", "ops-basic")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     check_quote(quoted()["A function has no rule"][0], done.stdout)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hyper_parallel._rules.op import DistributedOp, OpSummary
+from hyper_parallel.registry import default_registry
 from hyper_parallel.registry.op_entry import OpEntry
-from hyper_parallel.registry.registry import default_registry
 from hyper_parallel.utils import function_names
 
 TARGET = Path(__file__).parents[1] / "docs" / "ops.md"

@@ -1,4 +1,4 @@
-"""Writes hyper_parallel/registry/pack_hints.py: which of our op packs has a rule for which op, read from their tables."""
+"""Writes core's registry/pack_hints.py: which of our op packs has a rule for which op, read from their tables."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hyper_parallel import CommTrace, Replicate, Shard, distribute_tensor, init_device_mesh
 from hyper_parallel.dispatch import dispatcher
 from hyper_parallel.plugins import PluginManager
-from hyper_parallel.registry.registry import Registry, use_registry
+from hyper_parallel.registry import Registry, use_registry
 from hyper_parallel.testing import RanksFailed, RanksSkipped, check_op, tensor
 from hyper_parallel.testing.failures import RanksTimedOut
 from hyper_parallel.testing.thread_ranks import run_on_threads
@@ -26,7 +26,7 @@ def ranks(n, fn, *args, timeout=60.0, **kwargs):
 def rules(tmp_path):
     table = tmp_path / "rules.yaml"
     table.write_text(
-        "__default__: {distributed_op_module: hyper_parallel._rules.families.elementwise, distributed_op_class: Elementwise}\n"
+        "__default__: {distributed_op_module: hyper_parallel.rules, distributed_op_class: Elementwise}\n"
         "exp: {}\nmul: {params: {linear: each}}\nneg: {params: {linear: first}}\n"
     )
     registry = Registry(PluginManager([], {}), {})

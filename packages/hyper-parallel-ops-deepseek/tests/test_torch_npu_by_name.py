@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hyper_parallel import Shard, distribute_tensor
-from hyper_parallel.registry.registry import Registry
+from hyper_parallel.registry import Registry
 from hyper_parallel.testing.placing import mesh_of
 from hyper_parallel_ops_deepseek import reference
 

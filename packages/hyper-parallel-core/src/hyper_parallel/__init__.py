@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hyper_parallel.api.factories import randn as randn
     from hyper_parallel.api.factories import zeros as zeros
     from hyper_parallel.api.same_inputs import require_same_inputs as require_same_inputs
-    from hyper_parallel.api.shard_module import ShardingPlan as ShardingPlan
     from hyper_parallel.api.shard_module import shard_module as shard_module
     from hyper_parallel.api.visualize import visualize as visualize
     from hyper_parallel.comm.collectives import all_gather as all_gather
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
     from hyper_parallel.errors import OpConflictError as OpConflictError
     from hyper_parallel.errors import PluginError as PluginError
     from hyper_parallel.errors import RedistributionError as RedistributionError
-    from hyper_parallel.registry.registry import get_distributed_op as get_distributed_op
-    from hyper_parallel.registry.registry import load_op_table as load_op_table
-    from hyper_parallel.registry.registry import register_distributed_op as register_distributed_op
+    from hyper_parallel.registry import get_distributed_op as get_distributed_op
+    from hyper_parallel.registry import load_op_table as load_op_table
+    from hyper_parallel.registry import register_distributed_op as register_distributed_op
     from hyper_parallel.sharding.layout import Layout as Layout
     from hyper_parallel.sharding.mesh import DeviceMesh as DeviceMesh
     from hyper_parallel.sharding.mesh import init_device_mesh as init_device_mesh
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from hyper_parallel.sharding.placements import Placement as Placement
     from hyper_parallel.sharding.placements import Replicate as Replicate
     from hyper_parallel.sharding.placements import Shard as Shard
+    from hyper_parallel.sharding.sharding_plan import ShardingPlan as ShardingPlan
     from hyper_parallel.tensor.distribute import distribute_module as distribute_module
     from hyper_parallel.tensor.distribute import distribute_tensor as distribute_tensor
     from hyper_parallel.tensor.dtensor import DTensor as DTensor
@@ -57,9 +57,11 @@ if TYPE_CHECKING:
     __version__: str
 else:
     # Hidden from type checkers: a visible __getattr__ would make every misspelt name an Any.
+    from hyper_parallel import _old_paths
     from hyper_parallel._lazy import attach
 
     __getattr__, __dir__ = attach(__name__)
+    _old_paths.install()
     del attach
 
 __all__ = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-import torch
+from hyper_parallel import torch_compat
 
 __all__ = ["SkipDTensorDispatch", "implicit_replication", "redistribute_policy"]
 
@@ -97,4 +97,4 @@ def SkipDTensorDispatch() -> AbstractContextManager[None]:
 
 def in_backward() -> bool:
     """Whether the autograd engine runs this: an operator's backward, a hook, or a forward that is computed again."""
-    return torch._C._current_graph_task_id() >= 0
+    return torch_compat.current_task() >= 0

@@ -77,6 +77,9 @@ from hyper_parallel.tensor.redistribute_cache import remembered
 from hyper_parallel.tensor.replaced_parameters import note_replaced, replaces_parameters
 from hyper_parallel.tensor.views import carry, root_of
 
+# What torch has under private names
+from hyper_parallel import torch_compat
+
 # Modules
 from hyper_parallel.api.module_boundary import Boundary, map_dtensors, taken_as
 from hyper_parallel.api.replace_forward import forward_function, replicate_plain_inside, set_forward
@@ -209,6 +212,7 @@ __all__ = [
     "taken_as",
     "target_spec",
     "tensors_of",
+    "torch_compat",
     "transition",
     "vary_axes",
     "wide",

@@ -13,7 +13,7 @@ import pytest
 
 from hyper_parallel.plugins import PluginManager
 from hyper_parallel.plugins.op_table import OpTable
-from hyper_parallel.registry.registry import Registry
+from hyper_parallel.registry import Registry
 
 sys.path.insert(0, str(Path(__file__).parent))  # makes rules_for_tests importable
 

@@ -17,7 +17,7 @@ ALL_HINTS = f"""
     from hyper_parallel.cli.coverage_command import _advice
     from hyper_parallel.cli.health_checks import _ops
     from hyper_parallel.plugins import PluginManager, use_manager
-    from hyper_parallel.registry.registry import Registry
+    from hyper_parallel.registry import Registry
 
     class Ours:
         name, version = {DIST!r}, "1.2"

@@ -11,7 +11,7 @@ from hyper_parallel.analysis.coverage import coverage_of, trace_training_step
 from hyper_parallel.analysis.sample_models import SampleModel, sample_models
 from hyper_parallel.cli import main
 from hyper_parallel.plugins import PluginManager
-from hyper_parallel.registry.registry import Registry
+from hyper_parallel.registry import Registry
 
 MODEL = """
     import torch

@@ -15,7 +15,7 @@ from hyper_parallel.analysis.op_trace import readable_size
 from hyper_parallel.checkpoint import saving
 from hyper_parallel.cli import main
 from hyper_parallel.plugins import PluginManager
-from hyper_parallel.registry.registry import Registry, use_registry
+from hyper_parallel.registry import Registry, use_registry
 
 PROGRAM = """
     import os, sys

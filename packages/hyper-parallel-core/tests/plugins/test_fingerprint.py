@@ -10,7 +10,7 @@ import hyper_parallel.sharding.mesh as mesh_module
 from hyper_parallel import DistributedOp, Shard, distribute_tensor, init_device_mesh
 from hyper_parallel.errors import PluginError
 from hyper_parallel.plugins import PluginManager, hookimpl
-from hyper_parallel.registry.registry import Registry, use_registry
+from hyper_parallel.registry import Registry, use_registry
 
 
 class Rule(DistributedOp):

@@ -8,7 +8,7 @@ from hyper_parallel.plugins import PluginManager
 STATUS = """
     import warnings
     from hyper_parallel.plugins import default_manager
-    from hyper_parallel.registry.registry import default_registry
+    from hyper_parallel.registry import default_registry
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         default_registry().entries()
@@ -75,7 +75,7 @@ def test_plugin_at_fault_is_left_out_with_one_warning_and_the_others_work(site, 
 def test_plugin_that_fails_half_way_leaves_no_ops_behind(site):
     site.install("bad", "@hookimpl\ndef hyper_parallel_register_ops(registry): raise OSError", ops=GOOD_TABLE)
     output = site.python(
-        "from hyper_parallel.registry.registry import default_registry; print(default_registry().entries('mul_by_two'))"
+        "from hyper_parallel.registry import default_registry; print(default_registry().entries('mul_by_two'))"
     ).stdout
     assert output.strip() == "[]"
 
@@ -114,7 +114,7 @@ def test_strict_mode_makes_a_fault_an_error_every_time(site):
     site.install("bad", "raise OSError('no licence')")
     code = """
         from hyper_parallel import PluginError
-        from hyper_parallel.registry.registry import default_registry
+        from hyper_parallel.registry import default_registry
         for attempt in range(2):
             try:
                 default_registry().entries()
@@ -148,7 +148,7 @@ def test_fifty_plugins_are_filled_quickly_and_without_torch(site):
         start = time.perf_counter()
         import hyper_parallel
         imported = time.perf_counter() - start
-        from hyper_parallel.registry.registry import default_registry
+        from hyper_parallel.registry import default_registry
         entries = default_registry().entries()
         print(sum(entry.provider.startswith("dummy") for entry in entries), "torch" in sys.modules)
         print(imported, time.perf_counter() - start)

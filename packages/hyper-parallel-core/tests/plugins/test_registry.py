@@ -6,14 +6,14 @@ from rules_for_tests import OtherRule, Rule
 
 from hyper_parallel.errors import MissingOpError, OpConflictError, OpTableError, PluginError
 from hyper_parallel.plugins import PluginManager, use_manager
-from hyper_parallel.registry import messages as registry_messages
-from hyper_parallel.registry.registry import (
+from hyper_parallel.registry import (
     Registry,
     get_distributed_op,
     load_op_table,
     register_distributed_op,
     use_registry,
 )
+from hyper_parallel.registry import messages as registry_messages
 
 # ---------------------------------------------------------------------- names and objects
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hyper_parallel import DeviceMesh, Replicate, Shard
-from hyper_parallel.rules import replaces_parameters
+from hyper_parallel.rules import replaces_parameters, torch_compat
 from hyper_parallel_fsdp.checks import check_device_of
 from hyper_parallel_fsdp.data_mesh import data_mesh, place
 from hyper_parallel_fsdp.module import HSDPModule
@@ -174,7 +174,7 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def called(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg="fully_shard gathers and frees the parameters")
+            torch_compat.graph_break("fully_shard gathers and frees the parameters")
             return torch.compiler.disable(hook)(*args)
         return hook(*args)
 

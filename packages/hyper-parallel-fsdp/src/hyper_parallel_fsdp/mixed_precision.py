@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
-from hyper_parallel.rules import map_structure
+from hyper_parallel.rules import map_structure, torch_compat
 
 
 def cast_inputs(
@@ -38,7 +37,7 @@ def cast_outputs(policy: MixedPrecisionPolicy, output: Any) -> Any:
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Every tensor changed: in what pytree knows, and in dataclasses."""
-    return pytree.tree_map(lambda leaf: map_structure(leaf, change), value)
+    return torch_compat.pytree.tree_map(lambda leaf: map_structure(leaf, change), value)
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

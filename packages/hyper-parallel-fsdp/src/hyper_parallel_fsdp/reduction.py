@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.rules import primitives
+from hyper_parallel.rules import primitives, torch_compat
 from hyper_parallel_fsdp.bucket import Bucket
 from hyper_parallel_fsdp.parameter import HSDPParam
 
@@ -80,7 +80,7 @@ class GradientReduction:
         parts.append(used)
         self._sizes = [*(p.slot for p in self._params), len(grads)]
         rows = torch.empty(members, sum(self._sizes), dtype=dtype, device=device)
-        torch._chunk_cat(parts, dim=0, num_chunks=members, out=rows)
+        torch_compat.chunk_cat(parts, dim=0, num_chunks=members, out=rows)
         return rows.div_(self._before) if self._before != 1 else rows
 
     def _scatter(self) -> None:

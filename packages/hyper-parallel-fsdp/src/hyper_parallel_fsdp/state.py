@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from hyper_parallel import implicit_replication
-from hyper_parallel.rules import gradient_paths, in_backward, tensors_of
+from hyper_parallel.rules import gradient_paths, in_backward, tensors_of, torch_compat
 from hyper_parallel_fsdp.bucket import Bucket
 from hyper_parallel_fsdp.checks import check_devices, check_nothing_added, current_parameter
 from hyper_parallel_fsdp.data_mesh import DataMesh
@@ -297,7 +297,7 @@ class FullyShardState:
         for param in self.params:
             leaf = param.unsharded
             if leaf is not None and leaf.requires_grad and leaf.grad is None:
-                if torch._C._will_engine_execute_node(get_gradient_edge(leaf).node):
+                if torch_compat.will_run(get_gradient_edge(leaf).node):
                     return True
         return False
 

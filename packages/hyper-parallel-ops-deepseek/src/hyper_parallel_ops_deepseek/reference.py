@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
+from hyper_parallel.rules import torch_compat
 from hyper_parallel_ops_basic.moe.grouped_mm import plain_grouped_mm
 
 __all__ = [
@@ -39,7 +39,9 @@ def _overridable(function: Function) -> Function:
 
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        tensors = tuple(
+            leaf for leaf in torch_compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        )
         if has_torch_function(tensors):
             return handle_torch_function(public, tensors, *args, **kwargs)
         return function(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
-from hyper_parallel.rules import matching, mesh_info, replaces_parameters, replicate_plain_inside
+from hyper_parallel.rules import matching, mesh_info, replaces_parameters, replicate_plain_inside, torch_compat
 from hyper_parallel_tp.plans.known import known_plan
 from hyper_parallel_tp.plans.late_adapters import explain_late_adapters
 from hyper_parallel_tp.plans.transformers import style_of
@@ -104,10 +104,8 @@ def _one_dimensional(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _current_mesh() -> DeviceMesh:
-    from torch.distributed.device_mesh import _mesh_resources
-
     try:
-        return _mesh_resources.get_current_mesh()
+        return torch_compat.current_mesh()
     except RuntimeError as error:
         raise ValueError(
             "parallelize_module was given no mesh and is called in no `with mesh:` block; pass one, such as "

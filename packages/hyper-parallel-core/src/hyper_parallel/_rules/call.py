@@ -11,10 +11,10 @@ import torch
 
 from hyper_parallel.context import Mode
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.registry.autograd_functions import name_of_served
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.spec import Spec
+from hyper_parallel.utils.function_names import name_of_served
 from hyper_parallel.utils.structures import rebuilt
 
 _MISSING = object()

@@ -8,15 +8,37 @@ or a :class:`~hyper_parallel._rules.strategy.StrategyOp` that lists legal placem
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from hyper_parallel import _wiring
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.utils.structures import rebuilt
 
-__all__ = ["DistributedOp", "FunctionOp", "OpSummary"]
+__all__ = ["DistributedOp", "FunctionOp", "OpSummary", "without_registering"]
+
+
+class _Constructing(threading.local):
+    """How this thread constructs rules."""
+
+    registers = True
+
+
+_constructing = _Constructing()
+
+
+@contextmanager
+def without_registering() -> Iterator[None]:
+    """While a table's entry makes its rule, the constructor has no side effect: the entry itself is registered."""
+    before, _constructing.registers = _constructing.registers, False
+    try:
+        yield
+    finally:
+        _constructing.registers = before
 
 
 @dataclass(frozen=True)
@@ -62,9 +84,8 @@ class DistributedOp:
         if params:
             raise TypeError(f"{type(self).__name__} of op {op_name!r} takes no parameters {sorted(params)}")
         self.op_name = op_name
-        from hyper_parallel.registry.registry import register_instance
-
-        register_instance(self)
+        if _constructing.registers:
+            _wiring.op_constructed(self)
 
     # -- the three phases -----------------------------------------------------------------------------------------
 
@@ -128,9 +149,7 @@ class DistributedOp:
 
 def _local_form(value: Any, values: list[Any]) -> Any:
     """An argument with local tensors in the place of DTensors; what the cache needs of it is appended to ``values``."""
-    from hyper_parallel.tensor.dtensor import DTensor
-
-    if isinstance(value, DTensor):
+    if isinstance(value, _wiring.dtensor_type()):
         values.append(value.layout)
         return value._resolve()
     if isinstance(value, (list, tuple)):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel import _wiring
 from hyper_parallel._rules.call import Call, Signature, Solution
 from hyper_parallel._rules.matching import StrategyRows, match
 from hyper_parallel._rules.op import DistributedOp
@@ -57,7 +58,7 @@ class Strategy:
 
 
 class LayoutOp(DistributedOp):
-    """A rule that decides from a :class:`~hyper_parallel._rules.call.Call`; :meth:`solve` is all that a subclass writes.
+    """A rule that decides from a :class:`~hyper_parallel.rules.Call`; :meth:`solve` is all that a subclass writes.
 
     Attributes:
         signature: parameter names, when the rule reads arguments by name.
@@ -103,11 +104,8 @@ class LayoutOp(DistributedOp):
 
     def preprocess(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Local arguments, and the :class:`Call` as the only cache value."""
-        from hyper_parallel.dispatch.arguments import local_arguments, make_call
-
-        call = make_call(self, None, tuple(args), kwargs)
-        local_args, local_kwargs = local_arguments(args, kwargs)
-        return local_args, local_kwargs, (call,)
+        local_args, local_kwargs, _ = super().preprocess(args, kwargs)
+        return local_args, local_kwargs, (_wiring.call_of(self, tuple(args), kwargs),)
 
     def infer_layout(self, cache_values: Any) -> tuple[tuple[Any, ...], Any]:
         """Output layouts and the :class:`~hyper_parallel._rules.call.Solution`."""

@@ -12,8 +12,8 @@ from hyper_parallel.analysis.core_functions import is_answered_by_core
 from hyper_parallel.analysis.function_trace import FunctionTrace
 from hyper_parallel.analysis.sample_models import SampleModel
 from hyper_parallel.errors import OpConflictError, PluginError
+from hyper_parallel.registry import Registry
 from hyper_parallel.registry.messages import known_pack
-from hyper_parallel.registry.registry import Registry
 from hyper_parallel.utils.function_names import display_name
 
 __all__ = ["FunctionCoverage", "coverage_of", "trace_training_step"]

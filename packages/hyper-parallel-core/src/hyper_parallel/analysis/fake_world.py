@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel import torch_compat
 from hyper_parallel.sharding.mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["fake_world", "parse_mesh"]
@@ -57,12 +58,11 @@ def fake_world(size: int | Mapping[str, int]) -> Iterator[None]:
     ranks = size if isinstance(size, int) else math.prod(size.values())
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; a fake world needs a process of its own")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     before = {name: os.environ.get(name) for name in variables}
     stand_ins = _stand_ins()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=torch_compat.fake_store(), rank=0, world_size=ranks)
     os.environ.update(variables)
     try:
         _replace_everywhere(stand_ins)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hyper_parallel.comm.trace import user_line
+from hyper_parallel.torch_compat import pytree
 
 __all__ = ["FunctionTrace"]
 

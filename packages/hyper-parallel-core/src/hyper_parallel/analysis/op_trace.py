@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.analysis.core_functions import is_answered_by_core
 from hyper_parallel.analysis.sample_calls import short_name
 from hyper_parallel.comm.redistribute import describe
 from hyper_parallel.comm.trace import CommEvent, CommTrace, LayoutChange, user_line
 from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.torch_compat import pytree
 
 __all__ = ["Collective", "OpStep", "OpTrace", "folded"]
 

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.analysis.user_traceback import user_traceback
+from hyper_parallel.torch_compat import pytree
 
 __all__ = ["ModelNotUsable", "SampleModel", "load_function", "sample_models"]
 

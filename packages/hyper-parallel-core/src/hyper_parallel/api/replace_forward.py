@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel import torch_compat
 from hyper_parallel.context import implicit_replication, state
 
 NOT_COMPILED = (
@@ -34,7 +35,7 @@ def replicate_plain_inside(module: nn.Module) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=NOT_COMPILED)
+            torch_compat.graph_break(NOT_COMPILED)
             return torch.compiler.disable(replicating, reason=NOT_COMPILED)(self, *args, **kwargs)
         return replicating(self, *args, **kwargs)
 

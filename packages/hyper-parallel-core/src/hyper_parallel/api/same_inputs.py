@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, mesh_info
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.from_local_checks import check_same
+from hyper_parallel.torch_compat import pytree
 from hyper_parallel.utils.structures import tensors_of
 
 __all__ = ["require_same_inputs"]

@@ -6,7 +6,6 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,35 +17,13 @@ from hyper_parallel.api.replace_forward import replicate_plain_inside
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh, mesh_info
 from hyper_parallel.sharding.placements import Placement
+from hyper_parallel.sharding.sharding_plan import ShardingPlan
 from hyper_parallel.tensor.distribute import as_parameter, distribute_tensor, replicate_rest
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.replaced_parameters import replaces_parameters
 from hyper_parallel.utils.structures import change_values
 
 __all__ = ["ShardingPlan", "shard_module"]
-
-
-@dataclass
-class ShardingPlan:
-    """How a module is laid out. A layout is a :class:`Layout` or placements, one per mesh axis.
-
-    Names are dotted paths; ``*`` stands for one path component or a part of one (``?`` and ``[0-9]`` for a character),
-    ``**`` for any number of them.
-
-    Attributes:
-        plan: parameter name -> layout, e.g. ``{"layers.*.mlp.up_proj.weight": [Shard(0)]}``.
-        input_plan: ``"<module>.input"`` (or the module's name, ``""`` for the root) -> layouts of its inputs: a
-            tuple, one per positional argument (None: leave as it is), or a mapping from argument names. DTensors are
-            redistributed; a plain tensor is taken as this rank's piece in that layout.
-        output_plan: ``"<module>.output"`` -> layout of the output, or a tuple for several.
-        return_local_tensor: modules (names, globs) whose outputs become plain local tensors, pending reductions carried
-            out; True for the root.
-    """
-
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    input_plan: Mapping[str, Any] = field(default_factory=dict)
-    output_plan: Mapping[str, Any] = field(default_factory=dict)
-    return_local_tensor: bool | Iterable[str] = ()
 
 
 def shard_module(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from hyper_parallel.cli.reporting import print_json, print_table
 from hyper_parallel.plugins import Command, default_manager
 from hyper_parallel.plugins.record import how_to_get
+from hyper_parallel.registry import Registry
 from hyper_parallel.registry.messages import TUTORIAL
-from hyper_parallel.registry.registry import Registry
 
 if TYPE_CHECKING:
     from hyper_parallel.analysis.coverage import FunctionCoverage

@@ -13,9 +13,9 @@ from hyper_parallel.cli.reporting import print_json
 from hyper_parallel.cli.rule_descriptions import described_rules
 from hyper_parallel.errors import OpConflictError, PluginError
 from hyper_parallel.plugins import Command, default_manager
+from hyper_parallel.registry import Registry
 from hyper_parallel.registry.messages import way_to_get
 from hyper_parallel.registry.op_entry import OpEntry
-from hyper_parallel.registry.registry import Registry
 from hyper_parallel.utils.function_names import bare_functions, base_names, dotted_function, is_dotted
 
 

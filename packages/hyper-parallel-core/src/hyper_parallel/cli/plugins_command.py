@@ -7,7 +7,7 @@ from collections import Counter
 
 from hyper_parallel.cli.reporting import print_json, print_table
 from hyper_parallel.plugins import Command, PluginRecord, default_manager
-from hyper_parallel.registry.registry import Registry
+from hyper_parallel.registry import Registry
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

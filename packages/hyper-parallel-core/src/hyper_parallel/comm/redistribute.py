@@ -1,8 +1,8 @@
 """Change a DTensor's layout, with a backward that is the exact dual.
 
 A forward transition A -> B on values has the backward dual(B) -> dual(A) on gradients
-(:func:`hyper_parallel.sharding.spec.dual`), itself such a transition, so second derivatives are right. One autograd function
-covers all pairs: all-gather against slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all
+(:func:`hyper_parallel.sharding.spec.dual`), itself such a transition, so second derivatives are right. One autograd
+function covers all pairs: all-gather against slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all
 against all-to-all, and so on.
 """
 
@@ -29,7 +29,7 @@ class Redistribution:
     """What brings local tensors of one global shape from one typed layout to another.
 
     Attributes:
-        order: of the dims in memory, which the result has as well (see :attr:`hyper_parallel.sharding.spec.Spec.memory_order`).
+        order: of the dims in memory, which the result has as well (see :attr:`.Spec.memory_order`).
         plan: for tensors whose dims are counted in that order, so that nothing has to be copied to be sent.
     """
 

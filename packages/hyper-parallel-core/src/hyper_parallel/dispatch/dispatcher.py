@@ -1,8 +1,8 @@
 """The dispatcher: from a torch function on DTensors to the local call.
 
 A warm call is one dictionary lookup: the key holds the specs of the DTensors (by identity), which of them need a
-gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.dispatch.plan.Plan`: the function to run on the
-local tensors and the specs of what comes out.
+gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.dispatch.plan.Plan`: the function to run on
+the local tensors and the specs of what comes out.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hyper_parallel.context import Mode, state
 from hyper_parallel.dispatch.arguments import lifted, on_locals, with_value
 from hyper_parallel.dispatch.cache_key import scan
 from hyper_parallel.dispatch.cross_mesh import on_mesh
+from hyper_parallel.dispatch.in_place import run_inplace
 from hyper_parallel.dispatch.ops_without_rule import handler_of
 from hyper_parallel.dispatch.plan import DispatchEntry, Plan, finish, is_asked, make_plan, wrap_many
 from hyper_parallel.dispatch.redistribute_inputs import changed, with_reduced_forms
 from hyper_parallel.dispatch.three_phase_rules import ThreePhaseEntry
 from hyper_parallel.errors import MissingOpError, RedistributionError
-from hyper_parallel.registry.autograd_functions import name_of_served
 from hyper_parallel.registry.registry import LISTENERS, default_registry, get_distributed_op
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.dtensor import DTensor
@@ -36,13 +36,12 @@ from hyper_parallel.tensor.in_place import (
     form_of,
     holds_any_value,
     reduce_in_place,
-    run_inplace,
     write,
     write_back,
 )
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
-from hyper_parallel.utils.function_names import aten_binding
+from hyper_parallel.utils.function_names import aten_binding, name_of_served
 from hyper_parallel.utils.structures import tensors_of
 
 __all__ = ["dispatch", "register_function"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel import torch_compat
 from hyper_parallel.context import state
 from hyper_parallel.dispatch.arguments import local_arguments, on_locals
 from hyper_parallel.errors import MissingOpError
@@ -16,7 +17,7 @@ from hyper_parallel.tensor.dtensor import DTensor
 
 def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A question that the wrapper's own metadata answers."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_compat.DisableTorchFunction():
         return func(*args, **kwargs)
 
 
@@ -57,7 +58,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.is_same_size: lambda func, args, kwargs: args[0].shape == args[1].shape,
     torch.Tensor.is_same_size: lambda func, args, kwargs: args[0].shape == args[1].shape,
     # Module.to() asks whether a parameter's .data may be set to the converted one.
-    torch._has_compatible_shallow_copy_type: lambda func, args, kwargs: func(*local_arguments(args, kwargs)[0]),
+    torch_compat.has_compatible_copy_type: lambda func, args, kwargs: func(*local_arguments(args, kwargs)[0]),
 }
 
 

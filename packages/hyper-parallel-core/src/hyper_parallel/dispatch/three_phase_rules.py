@@ -13,6 +13,7 @@ from hyper_parallel.context import state
 from hyper_parallel.dispatch.arguments import lifted, make_call, on_locals
 from hyper_parallel.dispatch.cache_key import scan
 from hyper_parallel.dispatch.cross_mesh import common_mesh, on_mesh
+from hyper_parallel.dispatch.in_place import run_inplace
 from hyper_parallel.dispatch.plan import (
     DispatchEntry,
     Plan,
@@ -27,7 +28,6 @@ from hyper_parallel.dispatch.redistribute_inputs import changed
 from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.placements import Replicate, Shard, is_partial, is_replicate
 from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like
-from hyper_parallel.tensor.in_place import run_inplace
 
 
 class ThreePhaseEntry(DispatchEntry):

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from hyper_parallel.api.shard_module import ShardingPlan
     from hyper_parallel.plugins.commands import Command
     from hyper_parallel.plugins.op_table import OpTable
     from hyper_parallel.plugins.platforms import Platform
     from hyper_parallel.plugins.registrar import OpRegistrar
+    from hyper_parallel.sharding.sharding_plan import ShardingPlan
 
 
 @hookspec

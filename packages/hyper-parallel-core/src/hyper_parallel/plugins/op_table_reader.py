@@ -1,4 +1,4 @@
-"""Reads and checks a YAML op table (:mod:`hyper_parallel.plugins.op_table`), and reports all that is wrong with it at once."""
+"""Reads and checks a YAML op table (:mod:`hyper_parallel.plugins.op_table`), and reports all mistakes in it at once."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ import inspect
 import types
 from typing import Any
 
+from hyper_parallel import _wiring
+from hyper_parallel.utils.function_names import SERVED_NAME, name_of_served
 from hyper_parallel.utils.import_hooks import when_imported
 
-__all__ = ["name_of_served", "serve_apply"]
+__all__ = ["serve_apply"]
 
-_NAME = "_serves_dtensors_as"
 _CLASSES: dict[str, set[str]] = {}  # by module
 
 
@@ -26,11 +27,6 @@ def serve_apply(name: str) -> None:
     module, _, class_name = name.removesuffix(".apply").rpartition(".")
     _CLASSES.setdefault(module, set()).add(class_name)
     when_imported(module, _serve_classes)
-
-
-def name_of_served(function: Any) -> str | None:
-    """The name in rules of an ``apply`` that was replaced; None for every other function."""
-    return getattr(function, _NAME, None)
 
 
 def _serve_classes(module: types.ModuleType) -> None:
@@ -53,21 +49,21 @@ def _serve(module: types.ModuleType, class_name: str) -> None:
     by_name = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in signature.parameters.values())
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from hyper_parallel.dispatch.dispatcher import dispatch
-        from hyper_parallel.tensor.dtensor import DTensor
-        from hyper_parallel.utils.structures import tensors_of
+        from hyper_parallel.utils.structures import tensors_of  # it imports torch
 
         if cls is not function:
             return plain.__get__(None, cls)(*args, **kwargs)
         if kwargs:  # so come those of the dispatcher; the function before may take none
             args = _by_position(signature, args, kwargs)
-        if not any(isinstance(t, DTensor) for t in tensors_of(args)):
+        if not any(isinstance(t, _wiring.dtensor_type()) for t in tensors_of(args)):
             return before(*args)
-        return dispatch(served, (), signature.bind(*args).arguments) if by_name else dispatch(served, args, {})
+        if by_name:
+            return _wiring.dispatch(served, (), signature.bind(*args).arguments)
+        return _wiring.dispatch(served, args, {})
 
     apply.__name__ = f"{class_name}.apply"
     apply.__qualname__, apply.__module__ = f"{function.__qualname__}.apply", function.__module__
-    setattr(apply, _NAME, f"{module.__name__}.{class_name}.apply")
+    setattr(apply, SERVED_NAME, f"{module.__name__}.{class_name}.apply")
     function.apply = classmethod(apply)
     served = function.apply
     for alias, value in vars(module).items():

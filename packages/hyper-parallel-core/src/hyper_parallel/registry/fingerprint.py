@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.errors import PluginError
+from hyper_parallel.registry.registry import default_registry
 
 if TYPE_CHECKING:
     from hyper_parallel.sharding.mesh import MeshInfo
@@ -26,8 +27,6 @@ def check_same_plugins(info: MeshInfo) -> None:
     Raises:
         PluginError: when they differ, or cannot be loaded on some rank; the message lists what each rank has.
     """
-    from hyper_parallel.registry.registry import default_registry
-
     registry = default_registry()
     if info.coordinate is None or info.mesh.size() == 1 or dist.get_backend(info.group((0,)).group) == "fake":
         registry.entries()  # loads the rules: functions that do not reach DTensor by themselves are served from now on

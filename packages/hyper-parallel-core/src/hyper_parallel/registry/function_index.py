@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hyper_parallel.registry.autograd_functions import name_of_served
 from hyper_parallel.utils import function_names
 from hyper_parallel.utils.function_names import Function
 
@@ -15,8 +14,8 @@ class FunctionIndex:
     """The functions that some op names mean.
 
     Args:
-        names: bare and dotted op names (:mod:`hyper_parallel.utils.function_names`). A dotted name whose module nobody has
-            imported means nothing until somebody has.
+        names: bare and dotted op names (:mod:`hyper_parallel.utils.function_names`). A dotted name whose module nobody
+            has imported means nothing until somebody has.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -38,7 +37,7 @@ class FunctionIndex:
     def names_of(self, function: Function) -> Mapping[str, int]:
         """The names that mean a function as it arrives in ``__torch_function__``, each with its directness: a dotted
         name is more direct than a bare one, and that than one whose automatic form it is. Empty when none does."""
-        served = name_of_served(function)
+        served = function_names.name_of_served(function)
         if served is not None:  # of a class that may have been loaded again since
             return {served: _DOTTED} if served in self._names else {}
         for form in function_names.lookup_forms(function):

@@ -80,7 +80,7 @@ def conflict_error(shown: str, entries: Sequence[OpEntry]) -> OpConflictError:
     name = entries[0].name
     text = f"op {shown!r} has {len(entries)} implementations and nothing says which is meant:\n{listing(entries)}"
     if len(providers) > 1:
-        in_code = f"hyper_parallel.registry.registry.prefer({name!r}, {plugins[0]!r})"
+        in_code = f"hyper_parallel.registry.prefer({name!r}, {plugins[0]!r})"
         text += f"\n  choose one:     {PREFER}={name}={plugins[0]}   or   {in_code}"
     if plugins:
         text += f"\n  or disable one: {DISABLE}={plugins[-1]}"

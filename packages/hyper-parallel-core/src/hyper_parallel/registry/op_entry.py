@@ -8,9 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -67,11 +65,11 @@ class OpEntry:
             PluginError: the class cannot be imported, is no DistributedOp, or does not accept the parameters.
         """
         if self.instance is None:
-            from hyper_parallel._rules.op import DistributedOp
+            from hyper_parallel._rules.op import DistributedOp, without_registering
 
             assert self._make is not None
             try:
-                with building():
+                with without_registering():
                     made = self._make()
             except PluginError:
                 raise
@@ -242,25 +240,3 @@ def _import_file(path: Path | None) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-class _Building(threading.local):
-    active = False
-
-
-_building = _Building()
-
-
-@contextmanager
-def building() -> Iterator[None]:
-    """While this thread makes an op for an entry, the op's constructor does not register it a second time."""
-    before, _building.active = _building.active, True
-    try:
-        yield
-    finally:
-        _building.active = before
-
-
-def is_building() -> bool:
-    """Whether this thread is making an op for an entry."""
-    return _building.active

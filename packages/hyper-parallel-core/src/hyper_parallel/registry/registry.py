@@ -23,7 +23,7 @@ from hyper_parallel.plugins.record import PluginRecord
 from hyper_parallel.registry.autograd_functions import serve_apply
 from hyper_parallel.registry.function_index import FunctionIndex
 from hyper_parallel.registry.messages import by_provider, conflict_error, listing, missing_text, taken_error
-from hyper_parallel.registry.op_entry import USER, OpEntry, is_building
+from hyper_parallel.registry.op_entry import USER, OpEntry
 from hyper_parallel.utils import function_names
 from hyper_parallel.utils.function_names import Function
 
@@ -174,7 +174,7 @@ class Registry:
             self._add(OpEntry.of_instance(op, provider, _caller(op), origin="constructed"))
 
     def load_table(self, path: str | Path) -> None:
-        """Register the ops of a user's YAML table (:mod:`hyper_parallel.plugins.op_table`); they count instead of plugins'.
+        """Register the ops of a user's YAML table (:mod:`.plugins.op_table`); they count instead of plugins'.
 
         Raises:
             OpTableError: the table is malformed.
@@ -397,9 +397,3 @@ def load_op_table(path: str | Path) -> None:
 def prefer(name: str, provider: str) -> None:
     """Say which plugin's implementation of an op counts; see :meth:`Registry.prefer`."""
     default_registry().prefer(name, provider)
-
-
-def register_instance(op: DistributedOp) -> None:
-    """Called by the constructor of DistributedOp; see :meth:`Registry.register_instance`."""
-    if not is_building():
-        default_registry().register_instance(op)

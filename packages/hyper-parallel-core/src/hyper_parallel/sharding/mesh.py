@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hyper_parallel import _wiring
 from hyper_parallel.sharding.group_lifetime import end_with_world, gone
+from hyper_parallel.torch_compat import root_of_mesh as root_mesh
 
 __all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info", "root_mesh"]
 
@@ -169,11 +171,6 @@ def mesh_of_ranks(device_type: str, ranks: Any, names: tuple[str, ...] | None) -
     return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one was sliced from, or itself."""
-    return mesh._get_root_mesh()  # torch has no public name for it
-
-
 def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     """The :class:`MeshInfo` of a mesh; equal meshes share one.
 
@@ -187,14 +184,12 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     info = _INFOS.get(mesh)
     # A new default group means that torch.distributed was started again: the old groups are dead.
     if info is None or not info.is_current():
-        from hyper_parallel.registry.fingerprint import check_same_plugins
-
         if not dist.is_initialized() or (info is not None and info.mesh is mesh):
             raise gone()
         _INFOS.pop(mesh, None)  # with its key, an equal mesh of the old groups
         end_with_world(mesh)
         info = MeshInfo(mesh)
-        check_same_plugins(info)
+        _wiring.mesh_first_used(info)
         _INFOS[mesh] = info
     elif mesh is not info.mesh:
         end_with_world(mesh)

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hyper_parallel import _wiring, torch_compat
+from hyper_parallel import tensor as _folder  # whose other modules need this one
 from hyper_parallel.comm.redistribute import has_other_reductions
+from hyper_parallel.context import redistribute_policy
 from hyper_parallel.sharding.placements import is_partial
+from hyper_parallel.sharding.spec import contiguous_stride, gradient_spec, make_spec
+from hyper_parallel.tensor import dtensor
 from hyper_parallel.tensor.autograd_graph import joined, same_as
 
 if TYPE_CHECKING:
@@ -60,24 +65,24 @@ class InFlight:
 
 def wrapper_grad_fn(tensor: DTensor) -> Any:
     """The C++ node of the wrapper itself."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_compat.DisableTorchFunction():
         return _grad_fn(tensor)
 
 
 def wrapper_requires_grad(tensor: DTensor) -> bool:
     """The C++ flag of the wrapper itself."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_compat.DisableTorchFunction():
         return bool(_requires_grad(tensor))
 
 
 def _output_nr(tensor: DTensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_compat.DisableTorchFunction():
         return int(_get_output_nr(tensor))
 
 
 def set_wrapper_requires_grad(tensor: DTensor, flag: bool) -> None:
     """Bring the wrapper's C++ flag up to the local tensor's."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_compat.DisableTorchFunction():
         if _grad_fn(tensor) is None:
             _set_requires_grad(tensor, flag)
 
@@ -93,7 +98,7 @@ def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device, requires_gr
     )
     try:
         # Not torch.utils.swap_tensors: it swaps the attributes too, and refuses tensors with weak references.
-        torch._C._swap_tensor_impl(tensor, fresh)
+        torch_compat.swap_tensor_impl(tensor, fresh)
     except RuntimeError as error:
         raise RuntimeError(
             "a DTensor cannot be changed while the graph of an autograd.Function that it went into is alive; clone() "
@@ -130,16 +135,14 @@ def _join(tensor: DTensor, mark: _Mark) -> None:
     if node is not None:
         if has_other_reductions(tensor.layout):
             # It was made without gradients, and needs one after all (the result of a reentrant checkpoint).
-            from hyper_parallel.tensor.in_place import carry_out
-
-            carry_out(tensor)
+            _folder.in_place.carry_out(tensor)
         tensor._local = joined(
             tensor._local, tensor._spec, node, _output_nr(tensor), lambda leaf: leaf._written_at > mark.writes
         )
         tensor._pending = _JOINED
     elif not tensor._local.requires_grad:
         # C++ unpacked it from a saved tensor with hooks: a copy, whose gradient goes to the tensor that was saved.
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_compat.DisableTorchFunction():
             accumulate: Any = get_gradient_edge(tensor).node
             saved = accumulate.variable
         tensor._local = tensor._local.requires_grad_() if saved is tensor else same_as(tensor._local, saved._resolve())
@@ -166,15 +169,13 @@ def before_write(tensor: DTensor) -> None:
 
 def _roots(tensors: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Any], list[Any]]:
     """Local roots and the local gradients to start from; a global scalar's seed of one counts once over all ranks."""
-    from hyper_parallel.tensor.dtensor import DTensor
-
     given = [None] * len(tensors) if grads is None else list(grads)
     roots, seeds = [], []
     for tensor, grad in zip(tensors, given, strict=True):
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, dtensor.DTensor):
             tensor = _only_sums_pending(tensor)
-        roots.append(with_history(tensor) if isinstance(tensor, DTensor) else tensor)
-        seeds.append(_seed(tensor, grad) if isinstance(tensor, DTensor) else grad)
+        roots.append(with_history(tensor) if isinstance(tensor, dtensor.DTensor) else tensor)
+        seeds.append(_seed(tensor, grad) if isinstance(tensor, dtensor.DTensor) else grad)
     return roots, seeds
 
 
@@ -198,23 +199,17 @@ def gradient_paths(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The local tensors of which at least one gets a gradient when the tensor does, upstream last: its own, and what
     it was redistributed from, where a later use of it may start. For hooks that only want to know when; nothing is
     waited for and no fusion is given up."""
-    from hyper_parallel.tensor.dtensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, dtensor.DTensor):
         return (tensor,)
     local = tensor._local if isinstance(tensor._pending, InFlight) else tensor._resolve()
     return (local,) if tensor._origin is None else (local, tensor._origin.local)
 
 
 def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
-    from hyper_parallel.sharding.spec import contiguous_stride, gradient_spec, make_spec
-    from hyper_parallel.tensor.dtensor import DTensor, wrap
-    from hyper_parallel.tensor.redistribute_cache import convert
-
     spec = tensor._spec
     local = tensor._resolve()
     wanted = gradient_spec(spec, local.dtype)
-    if not isinstance(grad, DTensor):
+    if not isinstance(grad, dtensor.DTensor):
         if grad is None:
             if tensor.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -222,8 +217,8 @@ def _seed(tensor: DTensor, grad: Any) -> torch.Tensor:
         elif grad.shape != spec.shape:
             raise RuntimeError(f"the gradient has shape {tuple(grad.shape)}, the tensor {tuple(spec.shape)}")
         stride = contiguous_stride(spec.shape)
-        grad = wrap(grad, make_spec(spec.layout.replicated(), spec.shape, stride, grad.dtype))
-    return convert(grad, wanted)._resolve()
+        grad = dtensor.wrap(grad, make_spec(spec.layout.replicated(), spec.shape, stride, grad.dtype))
+    return _folder.redistribute_cache.convert(grad, wanted)._resolve()
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -241,14 +236,12 @@ def backward(
     **unknown: Any,
 ) -> None:
     """``torch.autograd.backward`` for DTensors."""
-    from hyper_parallel.tensor.dtensor import DTensor
-
     if unknown:
         raise TypeError(f"backward of DTensors does not take {sorted(unknown)}")
     roots, seeds = _roots(_as_tuple(tensors), None if grad_tensors is None else _as_tuple(grad_tensors))
     wanted = None
     if inputs is not None:
-        wanted = [with_history(t) if isinstance(t, DTensor) else t for t in _as_tuple(inputs)]
+        wanted = [with_history(t) if isinstance(t, dtensor.DTensor) else t for t in _as_tuple(inputs)]
     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=wanted)
 
 
@@ -264,13 +257,11 @@ def grad(
     materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
     """``torch.autograd.grad`` for DTensors: the gradients come back as DTensors."""
-    from hyper_parallel.tensor.dtensor import DTensor, wrap_gradient
-
     if is_grads_batched:
         raise NotImplementedError("autograd.grad of DTensors has no is_grads_batched; call it once per gradient")
     sources = _as_tuple(inputs)
     roots, seeds = _roots(_as_tuple(outputs), None if grad_outputs is None else _as_tuple(grad_outputs))
-    locals_ = [with_history(t) if isinstance(t, DTensor) else t for t in sources]
+    locals_ = [with_history(t) if isinstance(t, dtensor.DTensor) else t for t in sources]
     results = torch.autograd.grad(
         roots,
         locals_,
@@ -281,7 +272,7 @@ def grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap_gradient(g, t._spec) if isinstance(t, DTensor) and g is not None else g
+        dtensor.wrap_gradient(g, t._spec) if isinstance(t, dtensor.DTensor) and g is not None else g
         for t, g in zip(sources, results, strict=True)
     )
 
@@ -294,30 +285,28 @@ _ALIASES = (_aten.alias.default, _aten.detach.default)
 
 def guard(func: Any, args: Any, kwargs: Any) -> Any:
     """C++ code met a wrapper. What autograd itself does to tensors and gradients is done here; anything else raises."""
-    from hyper_parallel.context import redistribute_policy
-    from hyper_parallel.dispatch.dispatcher import dispatch
-    from hyper_parallel.tensor.dtensor import DTensor, wrap
-
     tensor = args[0]
     if func in _ALIASES or (func is _aten.view.default and tuple(args[1]) == tuple(tensor.shape)):
         with torch.no_grad():
-            return wrap(tensor._local.detach(), tensor._spec)
+            return dtensor.wrap(tensor._local.detach(), tensor._spec)
     if func is _aten.zeros_like.default:  # for an output that got no gradient
         with torch.no_grad():
-            return wrap(torch.zeros_like(tensor._local), tensor._spec)
+            return dtensor.wrap(torch.zeros_like(tensor._local), tensor._spec)
     if func is _aten._local_scalar_dense.default:  # a number for a function that wants one: torch.arange(n)
-        return dispatch(torch.Tensor.item, (tensor,), {})
+        return _wiring.dispatch(torch.Tensor.item, (tensor,), {})
     if func is _aten._to_copy.default and kwargs.keys() <= {"dtype", "device"}:
-        return dispatch(torch.Tensor.to, args, kwargs)  # a gradient in another dtype than its tensor, torch.tensor(x)
-    if func is _aten.set_.source_Tensor and isinstance(args[1], DTensor) and args[1]._spec is tensor._spec:
+        return _wiring.dispatch(
+            torch.Tensor.to, args, kwargs
+        )  # a gradient in another dtype than its tensor, torch.tensor(x)
+    if func is _aten.set_.source_Tensor and isinstance(args[1], dtensor.DTensor) and args[1]._spec is tensor._spec:
         with torch.no_grad():  # torch.nn.utils.parametrize puts the original value back so
             tensor.data = args[1]
         return tensor
     if (
-        func is _aten.add.Tensor and len(args) == 2 and not kwargs and all(isinstance(a, DTensor) for a in args)
+        func is _aten.add.Tensor and len(args) == 2 and not kwargs and all(isinstance(a, dtensor.DTensor) for a in args)
     ):  # gradients
         with redistribute_policy("auto"):
-            return dispatch(torch.add, args, {})
+            return _wiring.dispatch(torch.add, args, {})
     raise RuntimeError(
         f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. Call the operator "
         "through torch (torch.*, Tensor methods, torch.ops.*) and outside of the transforms of torch.func "

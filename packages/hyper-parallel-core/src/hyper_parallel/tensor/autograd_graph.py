@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
-from hyper_parallel.sharding.spec import contiguous_stride, make_spec
+from hyper_parallel import tensor as _folder  # whose other modules need this one
+from hyper_parallel import torch_compat
+from hyper_parallel.sharding.spec import contiguous_stride, gradient_spec, make_spec
+from hyper_parallel.tensor import dtensor
 
 _STAND_IN = "hyper_parallel"  # key in a node's metadata
-_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 class _StandIn:
@@ -77,9 +79,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        from hyper_parallel.tensor.dtensor import wrap_gradient
-
-        return None, None, None, wrap_gradient(grad, ctx.spec)
+        return None, None, None, dtensor.wrap_gradient(grad, ctx.spec)
 
 
 class _Node(torch.autograd.Function):
@@ -110,10 +110,10 @@ class _Node(torch.autograd.Function):
             found = _run_checkpoint(ctx.node, ctx.edges, grads)
         else:
             given = [(GradientEdge(ctx.node, i), g) for i, g in enumerate(grads) if g is not None]
-            found = _engine_run_backward(
+            found = torch_compat.run_backward(
                 tuple(edge for edge, _ in given),
                 tuple(grad for _, grad in given),
-                torch._C._autograd._get_current_graph_task_keep_graph(),
+                torch_compat.keeps_graph(),
                 torch.is_grad_enabled(),
                 tuple(GradientEdge(*edge) for edge in ctx.edges),
                 allow_unreachable=True,
@@ -128,10 +128,8 @@ def _materialized(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     Scalars are left to PyTorch: plain numbers work with DTensors, and an output that is not differentiable looks like
     a scalar here.
     """
-    from hyper_parallel.tensor.dtensor import DTensor
-
     like = next(g for g in grads if g is not None)
-    if not isinstance(like, DTensor):
+    if not isinstance(like, dtensor.DTensor):
         return grads
     return tuple(
         grad
@@ -153,11 +151,9 @@ def _zero_scalars(node: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _replica(value: torch.Tensor, meta: Any, like: Any) -> Any:
     """A number on every rank of a mesh, as a DTensor of one value."""
-    from hyper_parallel.tensor.dtensor import wrap
-
     shape = tuple(meta.shape)
     spec = make_spec(like.layout.replicated(len(shape)), shape, contiguous_stride(shape), value.dtype)
-    return wrap(value.expand(shape), spec)
+    return dtensor.wrap(value.expand(shape), spec)
 
 
 def _run_checkpoint(node: Any, edges: list[Any], grads: tuple[Any, ...]) -> list[Any]:
@@ -172,25 +168,21 @@ def _run_checkpoint(node: Any, edges: list[Any], grads: tuple[Any, ...]) -> list
 
 def _to_leaf(edge: Any, grad: Any) -> Any:
     """The gradient as the source of an edge takes it: a leaf's local gradient, else the DTensor as it is."""
-    from hyper_parallel.sharding.spec import gradient_spec
-    from hyper_parallel.tensor.dtensor import DTensor
-    from hyper_parallel.tensor.redistribute_cache import convert
-
     node, _ = edge
-    if grad is None or not isinstance(node, _AccumulateGrad):
+    if grad is None or not isinstance(node, torch_compat.AccumulateGrad):
         return grad
     leaf = node.variable
-    if isinstance(leaf, DTensor) and not isinstance(grad, DTensor) and grad.ndim == 0:
+    if isinstance(leaf, dtensor.DTensor) and not isinstance(grad, dtensor.DTensor) and grad.ndim == 0:
         grad = _replica(grad, leaf, leaf)
-    if isinstance(leaf, DTensor) is not isinstance(grad, DTensor):
+    if isinstance(leaf, dtensor.DTensor) is not isinstance(grad, dtensor.DTensor):
         raise TypeError(
             f"the backward of an autograd.Function returned a {type(grad).__name__} as the gradient of a "
             f"{type(leaf).__name__}; compute it from the DTensors that backward gets, or make it one with "
             "distribute_tensor or DTensor.from_local"
         )
-    if not isinstance(leaf, DTensor):
+    if not isinstance(leaf, dtensor.DTensor):
         return grad
-    return convert(grad, gradient_spec(leaf._spec, grad.dtype))._resolve()
+    return _folder.redistribute_cache.convert(grad, gradient_spec(leaf._spec, grad.dtype))._resolve()
 
 
 def _known(node: Any) -> _StandIn | None:
@@ -209,7 +201,9 @@ def _stand_in(root: Any, is_changed: Any) -> _StandIn:
             continue
         found = _known(node)
         if found is None:
-            below = {n for n, _ in node.next_functions if n is not None and not isinstance(n, _AccumulateGrad)}
+            below = {
+                n for n, _ in node.next_functions if n is not None and not isinstance(n, torch_compat.AccumulateGrad)
+            }
             missing = [n for n in below if n not in made]
             if missing:
                 stack.extend(missing)
@@ -221,16 +215,14 @@ def _stand_in(root: Any, is_changed: Any) -> _StandIn:
 
 
 def _make(node: Any, made: dict[Any, _StandIn], is_changed: Any) -> _StandIn:
-    from hyper_parallel.tensor.dtensor import DTensor
-
     edges = list(dict.fromkeys(edge for edge in node.next_functions if edge[0] is not None))
     sources = []
     for below, output in edges:
-        if not isinstance(below, _AccumulateGrad):
+        if not isinstance(below, torch_compat.AccumulateGrad):
             sources.append(made[below].outputs[output])
             continue
         leaf = below.variable
-        if isinstance(leaf, DTensor):
+        if isinstance(leaf, dtensor.DTensor):
             if is_changed(leaf):
                 raise RuntimeError(
                     f"{node.name()}: a DTensor was written in place after it went into the autograd.Function and "

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
-from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
+from hyper_parallel import _wiring
 from hyper_parallel.comm.redistribute import (
     How,
     convert_gradient,
@@ -30,7 +29,7 @@ from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
-from hyper_parallel.tensor import autograd_bridge, torch_state_dicts
+from hyper_parallel.tensor import autograd_bridge
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.from_local_checks import check_ranks_agree, check_replicas_agree, global_shape
 from hyper_parallel.tensor.wrapper import Wrapper, new_wrapper
@@ -222,9 +221,7 @@ class DTensor(Wrapper):
         """Ask for a gradient, in place; only for leaves. A pending average, maximum and so on is carried out: only sums
         carry gradients."""
         if requires_grad and has_other_reductions(self._spec.layout) and self.is_leaf:
-            from hyper_parallel.tensor.in_place import carry_out
-
-            carry_out(self)
+            in_place.carry_out(self)
         self._resolve().requires_grad_(requires_grad)
         autograd_bridge.set_wrapper_requires_grad(self, requires_grad)
         return self
@@ -352,9 +349,7 @@ class DTensor(Wrapper):
     def _shared(self, other: DTensor) -> DTensor:
         """``other``, which shares this tensor's memory; noted as a view where an in-place operator would part them."""
         if has_other_reductions(self._spec.layout):
-            from hyper_parallel.tensor.views import note_view
-
-            note_view(other, self)
+            views.note_view(other, self)
         return other
 
     def forget_forms(self) -> None:
@@ -394,43 +389,31 @@ class DTensor(Wrapper):
         return 0
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from hyper_parallel.tensor.dcp_protocol import write_items
-
-        return write_items(fqn, self)
+        return dcp_protocol.write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from hyper_parallel.tensor.dcp_protocol import chunk_list
-
-        return chunk_list(self)
+        return dcp_protocol.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from hyper_parallel.tensor.dcp_protocol import tensor_shard
-
-        return tensor_shard(self, index)
+        return dcp_protocol.tensor_shard(self, index)
 
     # -- PyTorch's own DTensor ------------------------------------------------------------------------------------
 
     @staticmethod
     def from_torch(tensor: Any) -> DTensor:
         """Take over a ``torch.distributed.tensor.DTensor``; the local tensor is shared."""
-        from hyper_parallel.tensor.torch_interop import from_torch
-
-        return from_torch(tensor)
+        return torch_interop.from_torch(tensor)
 
     def to_torch(self) -> Any:
         """The same tensor as a ``torch.distributed.tensor.DTensor``; the local tensor is shared."""
-        from hyper_parallel.tensor.torch_interop import to_torch
-
-        return to_torch(self)
+        return torch_interop.to_torch(self)
 
     # -- dispatch -------------------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The dispatcher needs DTensor, so it is imported when the first operator is called, and then takes this place.
-        from hyper_parallel.dispatch.dispatcher import dispatch
-
-        return dispatch(func, args, kwargs)
+        # Until the dispatcher is loaded, which takes this place.
+        return _wiring.dispatch(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -470,14 +453,9 @@ def _rebuild_dtensor(
     return result
 
 
-# What a saved DTensor consists of, for torch.load(weights_only=True).
+# What a saved DTensor consists of: torch.load(weights_only=True) may come before any mesh is made.
 torch.serialization.add_safe_globals([_rebuild_dtensor, _rebuild_layout, Layout, PackedShard])
 
-# For these types optimizers and gradient clipping choose their foreach form by default, on devices where it is faster.
-_types_of_optimizers.append(DTensor)
-_types_of_clipping.append(DTensor)
-
-
-torch_state_dicts.install()
-
-from hyper_parallel.tensor import redistribute_cache as conversion  # noqa: E402 - it needs the class
+# They need the class.
+from hyper_parallel.tensor import dcp_protocol, in_place, torch_interop, views  # noqa: E402
+from hyper_parallel.tensor import redistribute_cache as conversion  # noqa: E402

@@ -9,35 +9,12 @@ import torch
 
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.dispatch.plan import Plan, finish
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.spec import dual
 from hyper_parallel.tensor import autograd_bridge
 from hyper_parallel.tensor.dtensor import DTensor
-from hyper_parallel.tensor.views import carry, refuse_lost_write, root_of
-
-
-def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-    """Write the target's local tensor; the target keeps its identity and placements, and may turn varying."""
-    target = args[0]
-    if isinstance(target, (list, tuple)):  # foreach and fused operators
-        for tensor in target:
-            before_write(tensor)
-        plan.call(*local_args, **local_kwargs)
-        return None
-    before_write(target, carried=True)
-    before = local_args[0].requires_grad
-    out = plan.call(*local_args, **local_kwargs)
-    if plan.is_new:
-        finish(plan, out)
-    spec = plan.spec or plan.specs[0] if plan.specs else None
-    if spec is not None and spec.varying != target._spec.varying:
-        _flag_varying(target, spec.varying)
-    if local_args[0].requires_grad and not before:
-        autograd_bridge.set_wrapper_requires_grad(target, True)
-    carry(root_of(target))
-    return target
+from hyper_parallel.tensor.views import refuse_lost_write, root_of
 
 
 def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
@@ -146,7 +123,7 @@ def before_write(target: DTensor, carried: bool = False, counted: bool = False) 
         autograd_bridge.before_write(root)
 
 
-def _flag_varying(target: DTensor, varying: frozenset[int]) -> None:
+def flag_varying(target: DTensor, varying: frozenset[int]) -> None:
     """Views share one local gradient graph, so the whole family turns varying."""
     root = root_of(target)
     family = [root, *(view for ref in root._views if (view := ref()) is not None)]
@@ -176,5 +153,5 @@ def vary_in_place(target: DTensor, varying: frozenset[int]) -> DTensor:
     if root._resolve().requires_grad:
         layout = old.layout
         _VaryInPlace.apply(root._local, (layout, old.varying), (layout, old.varying | varying), tuple(old.shape))
-    _flag_varying(target, varying)
+    flag_varying(target, varying)
     return target

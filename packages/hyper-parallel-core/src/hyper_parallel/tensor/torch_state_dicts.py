@@ -8,30 +8,24 @@ state dict would silently hold shards. They have no hook to add a class, so thre
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed import _state_dict_utils
 
-if TYPE_CHECKING:
-    from hyper_parallel.tensor.dtensor import DTensor
-
-_USER = "torch.distributed.checkpoint.state_dict"
+from hyper_parallel.tensor.distribute import distribute_tensor, gather_to_first
+from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.torch_compat import change_torch
 
 
 def install() -> None:
-    """Wrap the functions, where they are defined and where they were imported to."""
-    for name, wrapper in (
-        ("_gather_state_dict", _gathering),
-        ("_distribute_state_dict", _placing),
-        ("_broadcast_state_dict", _placing),
-    ):
-        wrapped = wrapper(getattr(_state_dict_utils, name))
-        setattr(_state_dict_utils, name, wrapped)
-        if _USER in sys.modules:
-            setattr(sys.modules[_USER], name, wrapped)
+    """Wrap the functions, and let optimizers know the class; called when the first mesh is used."""
+    functions = {
+        "_gather_state_dict": _gathering,
+        "_distribute_state_dict": _placing,
+        "_broadcast_state_dict": _placing,
+    }
+    change_torch(DTensor, functions)
 
 
 def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +33,6 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(
         state_dict: dict[str, Any], *, cpu_offload: bool = False, ranks_only: tuple[int, ...] = (), **options: Any
     ) -> Any:
-        from hyper_parallel.tensor.distribute import gather_to_first
-
         def whole(tensor: DTensor) -> torch.Tensor | None:
             value = gather_to_first(tensor.reduce_partial()) if ranks_only == (0,) else tensor.full_tensor()
             return value.cpu() if cpu_offload and value is not None else value
@@ -54,9 +46,6 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
 def _placing(fill: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fill)
     def wrapper(full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        from hyper_parallel.tensor.distribute import distribute_tensor
-        from hyper_parallel.tensor.dtensor import DTensor
-
         ours = {name: value.layout for name, value in local_state_dict.items() if isinstance(value, DTensor)}
         fill(full_state_dict, local_state_dict, *args, **options)
         for name, layout in ours.items():
@@ -68,8 +57,6 @@ def _placing(fill: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _map_dtensors(value: Any, change: Callable[[DTensor], Any]) -> Any:
-    from hyper_parallel.tensor.dtensor import DTensor
-
     if isinstance(value, DTensor):
         return change(value)
     if isinstance(value, Mapping):

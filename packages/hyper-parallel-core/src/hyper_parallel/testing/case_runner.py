@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.comm.trace import CommTrace
 from hyper_parallel.context import redistribute_policy
@@ -26,6 +25,7 @@ from hyper_parallel.testing.placing import make, piece_of
 from hyper_parallel.testing.progress import busy_with
 from hyper_parallel.testing.reproduction import title
 from hyper_parallel.testing.strategy_rows import CallRecorder, not_taken
+from hyper_parallel.torch_compat import pytree
 
 Policy = Literal["partial", "auto", "strict"]
 

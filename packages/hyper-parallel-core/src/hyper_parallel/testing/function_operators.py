@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
 from hyper_parallel._rules.call import Call
 from hyper_parallel._rules.strategy import Strategy, StrategyOp
+from hyper_parallel.torch_compat import pytree
 
 
 def distributed(kind: Callable[..., Any], **params: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.sharding.placements import is_partial
+from hyper_parallel.torch_compat import pytree
 
 if TYPE_CHECKING:
     from hyper_parallel.sharding.layout import Layout

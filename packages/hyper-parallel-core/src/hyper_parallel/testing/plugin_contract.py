@@ -16,8 +16,8 @@ import pytest
 
 from hyper_parallel.plugins import PluginManager, PluginRecord
 from hyper_parallel.plugins.environment import STRICT
+from hyper_parallel.registry import Registry
 from hyper_parallel.registry.op_entry import OpEntry
-from hyper_parallel.registry.registry import Registry
 
 IMPORT_TIMEOUT = 120.0
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Shard
 from hyper_parallel.testing.inputs import Sample, TensorInput
 from hyper_parallel.testing.layouts import Case, Placed
+from hyper_parallel.torch_compat import pytree
 from hyper_parallel.utils.function_names import display_name
 
 _HEADER = """\

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hyper_parallel._rules.call import Call, NeedsValue
 from hyper_parallel._rules.matching import Row
@@ -17,6 +16,7 @@ from hyper_parallel.dispatch.dispatcher import known_rule
 from hyper_parallel.sharding.placements import Placement, short
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.testing.inputs import Sample
+from hyper_parallel.torch_compat import pytree
 
 
 class CallRecorder(TorchFunctionMode):

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
+from hyper_parallel import torch_compat
 from hyper_parallel.comm import trace as comm_trace
 from hyper_parallel.dispatch import dispatcher
 from hyper_parallel.sharding import mesh
@@ -107,7 +107,7 @@ def run_on_threads(
     ranks = [_RankThread(number, n, fn, args, kwargs or {}) for number in range(n)]
     turns = Turns()
     with _threaded_world(turns) as group:
-        store = HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         for rank in ranks:
             rank.start(store, timeout, group.exception_handle, turns)
         deadline = time.monotonic() + timeout
@@ -194,15 +194,7 @@ def _judged(ranks: Sequence[_RankThread], stacks: Mapping[int, str], timeout: fl
 def _threaded_world(turns: Turns) -> Iterator[Any]:
     """PyTorch's world, and the state of ours that ranks must not share, one per thread; gives the class of groups."""
     try:
-        from torch.testing._internal.distributed import multi_threaded_pg as threaded
-
-        c10d: Any = torch._C._distributed_c10d
-        isolate = c10d._set_thread_isolation_mode
-        group, install, uninstall = (
-            threaded.ProcessLocalGroup,
-            threaded._install_threaded_pg,
-            threaded._uninstall_threaded_pg,
-        )
+        parts = torch_compat.threaded_groups()
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"torch {torch.__version__} has no threaded process group as this version of hyper_parallel knows it "
@@ -210,15 +202,15 @@ def _threaded_world(turns: Turns) -> Iterator[Any]:
         ) from error
     with ExitStack() as stack:
         stack.callback(setattr, sys, "excepthook", sys.excepthook)  # which every rank wraps once more
-        isolate(True)
-        stack.callback(isolate, False)
-        install()
-        stack.callback(uninstall)
-        group.reset()
-        stack.callback(group.reset)
+        parts.isolate(True)
+        stack.callback(parts.isolate, False)
+        parts.install()
+        stack.callback(parts.uninstall)
+        parts.group.reset()
+        stack.callback(parts.group.reset)
         # Where ranks wait for each other: in a collective, and when they make a group.
-        barrier = "_store_based_barrier"
-        for owner, name in ((threaded.Collective, "join"), (threaded, barrier), (dist.distributed_c10d, barrier)):
+        module, barrier = parts.module, "_store_based_barrier"
+        for owner, name in ((module.Collective, "join"), (module, barrier), (dist.distributed_c10d, barrier)):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, turns.passing(getattr(owner, name)))
         stack.enter_context(comm_trace.per_thread(_ListPerThread(), threading.local()))
@@ -227,4 +219,4 @@ def _threaded_world(turns: Turns) -> Iterator[Any]:
         rules = dispatcher._rules
         dispatcher._rules = _DictPerThread()  # type: ignore[assignment]
         stack.callback(setattr, dispatcher, "_rules", rules)
-        yield group
+        yield parts.group

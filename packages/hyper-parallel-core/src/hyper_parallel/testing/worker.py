@@ -88,16 +88,16 @@ def _prepare_process(setup: WorkerSetup) -> None:
 def _join_process_group(setup: WorkerSetup, conn: connection.Connection) -> None:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
 
+    store_type = dist.TCPStore  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     timeout = timedelta(seconds=setup.collective_timeout)
     if setup.rank == 0:  # port 0: the system picks a free one, so that no other program can take it in between
-        store = TCPStore(HOST, 0, setup.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = store_type(HOST, 0, setup.world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         conn.send_bytes(pickle.dumps(store.port))
     port = pickle.loads(conn.recv_bytes())
     if setup.rank != 0:
-        store = TCPStore(HOST, port, setup.world_size, is_master=False, timeout=timeout)
+        store = store_type(HOST, port, setup.world_size, is_master=False, timeout=timeout)
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
     conn.send_bytes(pickle.dumps(os.getpid()))

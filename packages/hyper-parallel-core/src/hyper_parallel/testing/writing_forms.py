@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.testing.case_runner import CaseRunner
 from hyper_parallel.testing.placing import make
+from hyper_parallel.torch_compat import pytree
 
 
 class InPlaceRunner(CaseRunner):

@@ -6,7 +6,7 @@ A **bare** name such as ``add`` means every public function of that name: ``torc
 special method (``__getitem__``) means torch.Tensor's.
 
 A **dotted** name means exactly one function: ``torch.nn.functional.linear``, ``Tensor.T``, ``torch.ops.acme.swiglu``,
-``torch_npu.npu_rms_norm``, or the ``apply`` of an ``autograd.Function`` (:mod:`hyper_parallel.registry.autograd_functions`).
+``torch_npu.npu_rms_norm``, or the ``apply`` of an ``autograd.Function`` (see ``registry.autograd_functions``).
 Nothing is imported to find it: as long as nobody has imported the module, nobody can call the function.
 """
 
@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Function = Callable[..., Any]
+
+# The attribute of a replaced ``apply`` that says which name rules know it by.
+SERVED_NAME = "_serves_dtensors_as"
 
 # Operators of Tensor that call the function with the arguments in the same order. Reflected forms are here only where
 # the operands may change places: ``1 / a`` arrives as ``Tensor.__rdiv__(a, 1)``, where the rule of ``div`` would take
@@ -97,6 +100,8 @@ def bare_functions(name: str) -> list[Function]:
     import torch
     import torch.nn.functional as F
 
+    from hyper_parallel.torch_compat import private_functions
+
     if name.startswith("__"):
         homes: tuple[Any, ...] = (torch.Tensor,)  # modules and classes have special methods too
     elif name in _FUNCTIONAL_ONLY:
@@ -105,8 +110,8 @@ def bare_functions(name: str) -> list[Function]:
         homes = (torch, torch.Tensor, F, torch.special)
     functions = _attributes(homes, name)
     # These come last, because a namesake in torch can mean something else: torch.linalg.diagonal has other defaults
-    # than torch.diagonal, and torch._C._nn holds the inner halves of many functions of torch.nn.functional.
-    return functions or _attributes((torch._C._nn, torch.linalg, torch.fft), name)
+    # than torch.diagonal, and the private module holds the inner halves of many functions of torch.nn.functional.
+    return functions or _attributes((private_functions()[0], torch.linalg, torch.fft), name)
 
 
 def dotted_function(name: str) -> Function | None:
@@ -132,18 +137,25 @@ def lookup_forms(function: Function) -> Iterator[Function]:
         yield packet
 
 
+def name_of_served(function: Any) -> str | None:
+    """The name in rules of an ``apply`` that was replaced; None for every other function."""
+    return getattr(function, SERVED_NAME, None)
+
+
 def aten_binding(function: Function) -> Function | None:
     """The function of PyTorch's Python layer that an operator of ``torch.ops.aten`` is, with the same arguments: of
     ``aten.add_.Tensor`` torch.Tensor's ``add_``, of ``aten.silu`` that of ``torch._C._nn``. None where there is none.
     """
     import torch
 
+    from hyper_parallel.torch_compat import private_functions
+
     packet: Any = [*lookup_forms(function)][-1]
     namespace, _, name = getattr(packet, "_qualified_op_name", "").partition("::")
     if namespace != "aten":
         return None
     overloads = [function] if hasattr(function, "overloadpacket") else [getattr(packet, o) for o in packet.overloads()]
-    homes = (torch, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special)  # type: ignore[attr-defined]
+    homes = (torch, torch.Tensor, *private_functions())
     return next((f for f in _attributes(homes, name) if all(_takes_arguments_of(f, o) for o in overloads)), None)
 
 

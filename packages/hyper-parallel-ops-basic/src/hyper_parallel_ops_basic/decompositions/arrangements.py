@@ -1,4 +1,4 @@
-"""Joining, spreading and rearranging in terms of others; see :class:`hyper_parallel_ops_basic.decompositions.composed.Composed`.
+"""Joining, spreading and rearranging in terms of others; see :mod:`.composed`.
 
 Each takes the arguments of the torch function of its name and gives what that gives (https://pytorch.org/docs/stable),
 with shards wherever its parts keep them.

@@ -1,4 +1,4 @@
-"""``F.batch_norm`` and ``F.instance_norm`` in terms of other functions; see :mod:`hyper_parallel_ops_basic.decompositions.composed`.
+"""``F.batch_norm`` and ``F.instance_norm`` in terms of other functions; see :mod:`.composed`.
 
 Statistics are those of the whole batch, wherever its samples lie (what ``SyncBatchNorm`` does on purpose): over sharded
 dims two small all-reduces forward. Running statistics are updated as on one device.

@@ -1,4 +1,4 @@
-"""``torch.linalg.norm`` and ``matrix_norm`` in terms of other functions; see :mod:`hyper_parallel_ops_basic.decompositions.composed`.
+"""``torch.linalg.norm`` and ``matrix_norm`` in terms of other functions; see :mod:`.composed`.
 
 Norms by sums (fro, 1, inf) keep every shard; those by singular values (2, nuc) deal out whole matrices to the ranks.
 """

@@ -1,4 +1,4 @@
-"""Functions of samples in time and of observations, in terms of others; see :mod:`hyper_parallel_ops_basic.decompositions.composed`."""
+"""Functions of samples in time and of observations, in terms of others; see :mod:`.composed`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reading elements by index along a dimension: ``index_select``, ``gather``.
 
 From a tensor that is sharded along that dimension every rank takes what it holds, with zeros for the rest: a pending
-sum. An index that is sharded by the same mesh axes fetches its elements (:mod:`hyper_parallel_ops_basic.indexing.exchange`).
+sum. An index that is sharded by the same mesh axes fetches its elements (:mod:`.exchange`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A target that is sharded along that dimension keeps its layout: every rank writes what falls into its piece. Sources
 that are sharded along it leave a pending sum where the operation adds. Where target, index and sources are sharded by
-the same mesh axes, the sources travel to the ranks that hold their places (:mod:`hyper_parallel_ops_basic.indexing.exchange`).
+the same mesh axes, the sources travel to the ranks that hold their places (:mod:`.exchange`).
 """
 
 from __future__ import annotations

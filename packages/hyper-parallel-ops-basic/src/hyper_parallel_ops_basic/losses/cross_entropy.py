@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import Layout, Partial, Placement, Replicate, Strategy, StrategyOp
-from hyper_parallel.rules import Call, OpSummary, OverAxes, S, locate, wide_dtype
+from hyper_parallel.rules import Call, OpSummary, OverAxes, S, locate, torch_compat, wide_dtype
 from hyper_parallel_ops_basic.indexing.lookup import Lookup
 from hyper_parallel_ops_basic.losses.class_parallel import ClassShard, class_parallel_losses, weight_of
 from hyper_parallel_ops_basic.losses.loss_reduction import reduction_of
@@ -184,7 +184,7 @@ def _refuse_unknown(count: torch.Tensor) -> None:
         IndexError: on accelerators an assertion of the device, as in PyTorch.
     """
     if count.device.type != "cpu":
-        torch._assert_async(count == 0)
+        torch_compat.assert_async(count == 0)
     elif count:
         raise IndexError(f"Target out of bounds: {int(count)} of the targets, on one rank or several, are no class")
 

@@ -118,7 +118,7 @@ def in_chunks(
 class ChunkedLinearCrossEntropy(StrategyOp):
     """:func:`in_chunks`: rows and classes sharded, over any mesh axes.
 
-    Costs what :class:`~hyper_parallel_ops_basic.losses.cross_entropy.CrossEntropy` of the scores costs (two all-reduces where
+    Costs what :class:`.CrossEntropy` of the scores costs (two all-reduces where
     classes are sharded, however many chunks), and backward the input's and the weight's own reductions.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn import _reduction
+from hyper_parallel.rules import torch_compat
 
 
 def reduction_of(argument: Callable[[str, Any], Any]) -> str:
@@ -16,5 +16,5 @@ def reduction_of(argument: Callable[[str, Any], Any]) -> str:
     """
     average, reduce = argument("size_average", None), argument("reduce", None)
     if average is not None or reduce is not None:
-        return _reduction.legacy_get_string(average, reduce)
+        return torch_compat.loss_reduction.legacy_get_string(average, reduce)
     return argument("reduction", "mean")

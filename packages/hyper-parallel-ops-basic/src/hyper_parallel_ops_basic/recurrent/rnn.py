@@ -1,4 +1,4 @@
-"""Whole recurrent networks, as ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` run them; single steps are in :mod:`hyper_parallel_ops_basic.decompositions.cells`."""
+"""Whole recurrent networks, as ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` run them; single steps: :mod:`..decompositions.cells`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Several tensors into one: ``cat``, ``stack``, ``vstack``, ``hstack``.
 
 Concatenating tensors along the dimension that one mesh axis shards needs no communication: each rank joins its pieces,
-which is what a :class:`~hyper_parallel.sharding.placements.PackedShard` with the tensors' sections says. Where several axes
+which is what a :class:`~hyper_parallel.PackedShard` with the tensors' sections says. Where several axes
 shard it no placement says so: one all-to-all brings the elements to a plain shard of the result.
 """
 

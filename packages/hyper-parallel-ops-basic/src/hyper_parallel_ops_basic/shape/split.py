@@ -1,7 +1,7 @@
 """One tensor into several along a dimension: ``split``, ``chunk``, ``tensor_split``, ``unbind``.
 
 Along a sharded dimension the pieces stay where they are, without communication, when the shards allow it: a
-:class:`~hyper_parallel.sharding.placements.PackedShard` at its section bounds gives plain shards. Otherwise each piece is
+:class:`~hyper_parallel.PackedShard` at its section bounds gives plain shards. Otherwise each piece is
 sharded anew, all by one all-to-all.
 """
 

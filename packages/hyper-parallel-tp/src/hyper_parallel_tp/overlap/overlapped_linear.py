@@ -28,6 +28,7 @@ from hyper_parallel.rules import (
     on_dim,
     remembered,
     target_spec,
+    torch_compat,
     vary_axes,
     wrap,
 )
@@ -142,7 +143,7 @@ class _Gathered:
         local = input.to_local()
         if local.is_inference():
             return None
-        mode = torch.is_grad_enabled(), _cast_to(input), torch._C._current_graph_task_id()
+        mode = torch.is_grad_enabled(), _cast_to(input), torch_compat.current_task()
         return local._version, local.requires_grad, *mode
 
 

@@ -1,1 +1,1 @@
-"""Rules for whole families of operators, which op tables name."""
+"""Ready rule families that a YAML table names: most operators need one of these and no Python of their own."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from hyper_parallel import torch_compat
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial
 from hyper_parallel.sharding.shard_ranges import Intervals, dim_intervals
@@ -82,7 +83,7 @@ def check_in_range(index: torch.Tensor, size: int) -> None:
     """
     inside = ((index >= 0) & (index < size)).all()
     if index.device.type != "cpu":
-        torch._assert_async(inside)
+        torch_compat.assert_async(inside)
     elif not inside:
         raise IndexError(f"index out of range: between {int(index.min())} and {int(index.max())}, size {size}")
 

@@ -1,5 +1,5 @@
 """Import path of the RFC for the functions that register ops."""
 
-from hyper_parallel.registry.registry import get_distributed_op, register_distributed_op
+from hyper_parallel.registry import get_distributed_op, register_distributed_op
 
 __all__ = ["get_distributed_op", "register_distributed_op"]

@@ -1,0 +1,58 @@
+"""The only places where a lower layer reaches a higher one; a test holds that all other imports go down.
+
+Each function below is called by the layer named first and runs code of the layer named second, which is imported when
+it is first needed: importing a lower layer loads none above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel._rules.call import Call
+    from hyper_parallel._rules.op import DistributedOp
+    from hyper_parallel._rules.strategy import LayoutOp
+    from hyper_parallel.sharding.mesh import MeshInfo
+
+
+def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """tensor, registry → dispatch: run a torch function on arguments that contain DTensors."""
+    from hyper_parallel.dispatch.dispatcher import dispatch
+
+    return dispatch(func, args, kwargs)
+
+
+def mesh_first_used(info: MeshInfo) -> None:
+    """sharding → registry, tensor: compare the ranks' plugins before they communicate over a mesh, and make torch know
+    DTensor (:mod:`hyper_parallel.torch_compat`).
+
+    Raises:
+        PluginError: when they differ.
+    """
+    from hyper_parallel.registry.fingerprint import check_same_plugins
+    from hyper_parallel.tensor import torch_state_dicts
+
+    check_same_plugins(info)
+    torch_state_dicts.install()
+
+
+def op_constructed(op: DistributedOp) -> None:
+    """rules → registry: a rule that is constructed by user code registers itself."""
+    from hyper_parallel.registry.registry import default_registry
+
+    default_registry().register_instance(op)
+
+
+def dtensor_type() -> type[Any]:
+    """rules, registry → tensor: the class DTensor, for what gets arguments as users wrote them."""
+    from hyper_parallel.tensor.dtensor import DTensor
+
+    return DTensor
+
+
+def call_of(op: LayoutOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """rules → dispatch: the call as rules see it, for a rule whose three phases are called one by one."""
+    from hyper_parallel.dispatch.arguments import make_call
+
+    return make_call(op, None, args, kwargs)

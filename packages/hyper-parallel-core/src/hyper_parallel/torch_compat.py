@@ -1,0 +1,202 @@
+"""All of torch that has no public name, and all that is changed in torch: read in torch 2.13.
+
+The other modules, and those of our packages, take private names from here, so that a new version of torch is compared
+with one file. :data:`CHANGES` lists what :func:`change_torch` changes; it is called once, when the first mesh is used by
+a layout, since there is no DTensor before. Importing HyperParallel changes nothing in torch.
+
+Operators that torch calls private (``torch._foreach_add``, ``torch._grouped_mm``) are no part of this: op tables name
+them, and a table's entry for a function that is gone does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.distributed import _state_dict_utils
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.nn import _reduction as loss_reduction
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "CHANGES",
+    "READ_IN",
+    "AccumulateGrad",
+    "Change",
+    "DisableTorchFunction",
+    "ThreadedGroups",
+    "assert_async",
+    "change_torch",
+    "chunk_cat",
+    "current_mesh",
+    "current_task",
+    "fake_store",
+    "graph_break",
+    "has_compatible_copy_type",
+    "keeps_graph",
+    "loss_reduction",
+    "private_functions",
+    "pytree",
+    "root_of_mesh",
+    "run_backward",
+    "swap_tensor_impl",
+    "threaded_groups",
+    "will_run",
+]
+
+READ_IN = "2.13"
+"""The version of torch in which every name below was read."""
+
+_C: Any = torch._C
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+DisableTorchFunction = _C.DisableTorchFunctionSubclass
+"""Context in which torch functions on DTensors reach the C++ tensor instead of ``__torch_function__``."""
+
+AccumulateGrad = _C._functions.AccumulateGrad
+"""The autograd node that writes a leaf's ``.grad``."""
+
+swap_tensor_impl = _C._swap_tensor_impl
+"""Exchange the C++ tensors of two Python objects; unlike ``torch.utils.swap_tensors`` not their attributes."""
+
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that runs was called with ``retain_graph``."""
+
+current_task = _C._current_graph_task_id
+"""Number of the backward that runs on this thread; -1 outside of one."""
+
+will_run = _C._will_engine_execute_node
+"""Whether the backward that runs will reach an autograd node."""
+
+assert_async = torch._assert_async
+"""Raise when a tensor is false: on accelerators later, without waiting."""
+
+chunk_cat = torch._chunk_cat
+"""Concatenate tensors chunk by chunk, as a reduce-scatter of several gradients wants them."""
+
+has_compatible_copy_type: Any = torch._has_compatible_shallow_copy_type
+"""The function by which ``Module.to`` asks whether it may set a parameter's ``.data``."""
+
+
+def graph_break(reason: str) -> None:
+    """End the graph that torch.compile traces here."""
+    torch._dynamo.graph_break(msg=reason)
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost ``with mesh:`` block.
+
+    Raises:
+        RuntimeError: outside of one.
+    """
+    return _mesh_resources.get_current_mesh()
+
+
+def root_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from, or itself."""
+    return mesh._get_root_mesh()
+
+
+def private_functions() -> tuple[Any, ...]:
+    """Modules with the native halves of functions of ``torch.nn.functional``, ``linalg``, ``fft`` and ``special``."""
+    return _C._nn, _C._linalg, _C._fft, _C._special
+
+
+def fake_store() -> Any:
+    """The store of a process group whose collectives return at once, for worlds of ranks that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # it brings the backend "fake"
+
+    return FakeStore()
+
+
+@dataclass(frozen=True)
+class ThreadedGroups:
+    """PyTorch's process groups of threads, which its own tests use.
+
+    Attributes:
+        module: whose functions are replaced where ranks wait for each other.
+        isolate: makes the world a thread's own, or the process's again.
+    """
+
+    module: Any
+    isolate: Callable[[bool], None]
+    group: Any
+    install: Callable[[], Any]
+    uninstall: Callable[[], None]
+
+
+def threaded_groups() -> ThreadedGroups:
+    """What worlds of threads are made of.
+
+    Raises:
+        ImportError, AttributeError: this torch does not have it, or under other names.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg as module  # for tests only
+
+    return ThreadedGroups(
+        module,
+        _C._distributed_c10d._set_thread_isolation_mode,
+        module.ProcessLocalGroup,
+        module._install_threaded_pg,
+        module._uninstall_threaded_pg,
+    )
+
+
+# -- changes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something of torch that is changed.
+
+    Attributes:
+        where: the name that gets another value.
+        why: what would be wrong otherwise.
+    """
+
+    where: str
+    why: str
+
+
+_ISINSTANCE = "it asks isinstance(value, torch.distributed.tensor.DTensor) and would keep shards as if they were whole"
+CHANGES = (
+    Change("torch.optim.optimizer._foreach_supported_types", "optimizers would not choose their foreach form"),
+    Change(
+        "torch.utils._foreach_utils._foreach_supported_types", "gradient clipping would not choose its foreach form"
+    ),
+    Change("torch.distributed._state_dict_utils._gather_state_dict", _ISINSTANCE),
+    Change("torch.distributed._state_dict_utils._distribute_state_dict", _ISINSTANCE),
+    Change("torch.distributed._state_dict_utils._broadcast_state_dict", _ISINSTANCE),
+)
+
+_STATE_DICT_USER = "torch.distributed.checkpoint.state_dict"  # which imports the functions by name
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+_changed: set[type[Any]] = set()
+
+
+def change_torch(kind: type[Any], state_dict_functions: Mapping[str, Wrap]) -> None:
+    """Make the changes; once for each class of DTensor.
+
+    Args:
+        kind: the class that optimizers and gradient clipping treat as they do torch.Tensor.
+        state_dict_functions: what each of the three functions of state dicts is wrapped in.
+    """
+    if kind in _changed:
+        return
+    _changed.add(kind)
+    _optimizer._foreach_supported_types.append(kind)  # type: ignore[arg-type]
+    _foreach_utils._foreach_supported_types.append(kind)
+    for name, wrap in state_dict_functions.items():
+        wrapped = wrap(getattr(_state_dict_utils, name))
+        setattr(_state_dict_utils, name, wrapped)
+        if _STATE_DICT_USER in sys.modules:
+            setattr(sys.modules[_STATE_DICT_USER], name, wrapped)
