@@ -1,8 +1,8 @@
 """All of torch that has no public name, and all that is changed in torch: read in torch 2.13.
 
 The other modules, and those of our packages, take private names from here, so that a new version of torch is compared
-with one file. :data:`CHANGES` lists what :func:`change_torch` changes; it is called once, when the first mesh is used by
-a layout, since there is no DTensor before. Importing HyperParallel changes nothing in torch.
+with one file. :data:`CHANGES` lists what :func:`change_torch` changes; it is called once, when the first mesh is used
+by a layout, since there is no DTensor before. Importing HyperParallel changes nothing in torch.
 
 Operators that torch calls private (``torch._foreach_add``, ``torch._grouped_mm``) are no part of this: op tables name
 them, and a table's entry for a function that is gone does nothing.
@@ -13,9 +13,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -24,25 +25,35 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileSystemWriter
+
 __all__ = [
     "CHANGES",
     "READ_IN",
     "AccumulateGrad",
     "Change",
     "DisableTorchFunction",
+    "FileSystemWriter",
     "ThreadedGroups",
     "assert_async",
     "change_torch",
     "chunk_cat",
     "current_mesh",
     "current_task",
+    "default_store",
     "fake_store",
     "graph_break",
+    "group_count",
     "has_compatible_copy_type",
     "keeps_graph",
     "loss_reduction",
+    "make_wrapper_subclass",
+    "new_dtensor",
+    "object_device",
     "private_functions",
     "pytree",
+    "queue_callback",
     "root_of_mesh",
     "run_backward",
     "swap_tensor_impl",
@@ -54,6 +65,7 @@ READ_IN = "2.13"
 """The version of torch in which every name below was read."""
 
 _C: Any = torch._C
+_c10d: Any = dist.distributed_c10d
 
 # -- names ----------------------------------------------------------------------------------------------------------
 
@@ -85,6 +97,27 @@ has_compatible_copy_type: Any = torch._has_compatible_shallow_copy_type
 """The function by which ``Module.to`` asks whether it may set a parameter's ``.data``."""
 
 
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+"""Make a tensor of a subclass that has a shape and no data."""
+
+new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", None)
+"""The constructor of PyTorch's own DTensor, which does the same in C++; None where there is none."""
+
+queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+"""Call a function when the backward that runs has ended."""
+
+default_store = _c10d._get_default_store
+"""The store of the default process group, which lives as long as the world does."""
+
+object_device = _c10d._get_object_coll_device
+"""The device on which the default group's backend exchanges Python objects."""
+
+
+def group_count() -> int:
+    """Number of process groups that this process has."""
+    return len(_c10d._world.pg_map)
+
+
 def graph_break(reason: str) -> None:
     """End the graph that torch.compile traces here."""
     torch._dynamo.graph_break(msg=reason)
@@ -107,6 +140,14 @@ def root_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def private_functions() -> tuple[Any, ...]:
     """Modules with the native halves of functions of ``torch.nn.functional``, ``linalg``, ``fft`` and ``special``."""
     return _C._nn, _C._linalg, _C._fft, _C._special
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FileSystemWriter":  # the writer without caching; only checkpoints load torch.distributed.checkpoint
+        from torch.distributed.checkpoint.filesystem import _FileSystemWriter
+
+        return _FileSystemWriter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def fake_store() -> Any:

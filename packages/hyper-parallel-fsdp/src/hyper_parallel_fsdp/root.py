@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyper_parallel import DTensor
-from hyper_parallel.rules import tensors_of
+from hyper_parallel.rules import tensors_of, torch_compat
 from hyper_parallel_fsdp.reduction import GradientReduction
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Root:
         """Some wrapped module's backward begins; the first one asks the engine to be told of the end."""
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch_compat.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False

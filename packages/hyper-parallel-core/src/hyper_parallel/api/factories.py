@@ -14,6 +14,7 @@ from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.random import check_generators
 
 __all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
 
@@ -128,8 +129,6 @@ def _sliced(whole: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor
 def _random(
     make: Callable[..., torch.Tensor], size: tuple[Any, ...], dtype: Any, grad: bool, mesh: Where, where: Any
 ) -> DTensor:
-    from hyper_parallel.tensor.random import check_generators
-
     shape = _sizes(size)
     layout = _layout(mesh, where, len(shape))
     check_generators(layout.info)

@@ -7,18 +7,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from hyper_parallel import torch_compat
 
 __all__ = ["CheckpointReader", "CheckpointWriter"]
 
 METADATA = ".metadata"
 
 
-class CheckpointWriter(_FileSystemWriter):
+class CheckpointWriter(torch_compat.FileSystemWriter):
     """Writes a checkpoint next to its folder and renames it at the end: whatever dies meanwhile, the folder holds its
     last complete checkpoint, or none.
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from hyper_parallel import torch_compat
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.tensor.distribute import distribute_tensor, gather_to_first
 from hyper_parallel.tensor.dtensor import DTensor
@@ -157,7 +158,7 @@ def placed(value: Any, like: Any, name: str, options: StateDictOptions) -> Any:
 
 
 def _received(value: torch.Tensor | Announced) -> torch.Tensor:
-    device = dist.distributed_c10d._get_object_coll_device()
+    device = torch_compat.object_device()
     if isinstance(value, Announced):
         tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
     else:

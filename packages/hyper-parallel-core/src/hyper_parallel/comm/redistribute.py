@@ -2,8 +2,8 @@
 
 A forward transition A -> B on values has the backward dual(B) -> dual(A) on gradients
 (:func:`hyper_parallel.sharding.spec.dual`), itself such a transition, so second derivatives are right. One autograd
-function covers all pairs: all-gather against slice or reduce-scatter, all-reduce against identity or all-reduce, all-to-all
-against all-to-all, and so on.
+function covers all pairs: all-gather against slice or reduce-scatter, all-reduce against identity or all-reduce,
+all-to-all against all-to-all, and so on.
 """
 
 from __future__ import annotations

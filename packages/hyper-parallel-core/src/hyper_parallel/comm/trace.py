@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CommEvent", "CommTrace"]
 
-_SKIPPED = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_SKIPPED = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 
 
 @dataclass(frozen=True)

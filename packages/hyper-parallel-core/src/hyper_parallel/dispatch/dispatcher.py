@@ -1,8 +1,8 @@
 """The dispatcher: from a torch function on DTensors to the local call.
 
 A warm call is one dictionary lookup: the key holds the specs of the DTensors (by identity), which of them need a
-gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.dispatch.plan.Plan`: the function to run on
-the local tensors and the specs of what comes out.
+gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.dispatch.plan.Plan`: the function to run
+on the local tensors and the specs of what comes out.
 """
 
 from __future__ import annotations

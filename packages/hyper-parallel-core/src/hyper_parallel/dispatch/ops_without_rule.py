@@ -12,6 +12,7 @@ from hyper_parallel.context import state
 from hyper_parallel.dispatch.arguments import local_arguments, on_locals
 from hyper_parallel.errors import MissingOpError
 from hyper_parallel.tensor import autograd_bridge
+from hyper_parallel.tensor.distribute import distribute_tensor
 from hyper_parallel.tensor.dtensor import DTensor
 
 
@@ -68,8 +69,6 @@ def _module_load(tensor: torch.Tensor, other: torch.Tensor, assign: bool = False
 
 def _eye(*sizes: Any, out: DTensor, **options: Any) -> DTensor:
     """``torch.eye(*x.shape, out=x)``, as ``nn.init.eye_`` writes it; every rank makes the whole and takes its part."""
-    from hyper_parallel.tensor.distribute import distribute_tensor
-
     whole = torch.eye(*sizes, dtype=out.dtype, device=out.device)
     return out.copy_(distribute_tensor(whole, out.layout, src_data_rank=None))  # type: ignore[return-value]
 

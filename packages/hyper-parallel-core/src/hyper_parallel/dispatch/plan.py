@@ -9,6 +9,7 @@ import torch
 
 from hyper_parallel._rules.call import Call, Ref, Solution, refuse
 from hyper_parallel._rules.op import DistributedOp
+from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.dispatch.arguments import make_call, make_call_of
 from hyper_parallel.dispatch.cross_mesh import common_mesh
@@ -38,8 +39,6 @@ class DispatchEntry:
     )
 
     def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
-        from hyper_parallel._rules.strategy import LayoutOp
-
         self.func, self.op, self.name = func, op, name
         generic = not isinstance(op, LayoutOp)
         # 0: numbers do not matter; 1: ints do; 2: floats too.

@@ -18,6 +18,8 @@ from types import FunctionType
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel import torch_compat
+
 _ending: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()  # by id: not only the first equal
 
 
@@ -27,7 +29,7 @@ def end_with_world(mesh: DeviceMesh) -> None:
         if id(each) not in _ending:
             _ending[id(each)] = each
             # torch tells nobody that it destroys the groups, but it then drops this store, which nothing else holds.
-            weakref.finalize(dist.distributed_c10d._get_default_store(), _let_go, id(each))
+            weakref.finalize(torch_compat.default_store(), _let_go, id(each))
 
 
 def _let_go(mesh_id: int) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, init_device_mesh, mesh_info, mesh_of_ranks
@@ -63,8 +64,6 @@ class _MeshDescription:
             raise ValueError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, there are {world}")
         if self.ranks is None:
             return init_device_mesh(device_type, self.shape, mesh_dim_names=self.names)
-        import torch
-
         return DeviceMesh(device_type, torch.tensor(self.ranks).view(self.shape), mesh_dim_names=self.names)
 
 

@@ -93,7 +93,7 @@ def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device, requires_gr
     Raises:
         RuntimeError: when the C++ graph of an ``autograd.Function`` holds the old wrapper.
     """
-    fresh = torch.Tensor._make_wrapper_subclass(
+    fresh = torch_compat.make_wrapper_subclass(
         type(tensor), spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=requires_grad
     )
     try:

@@ -1,8 +1,8 @@
 """A DTensor in another layout, with what has been computed for it already.
 
 Two things are remembered, each while the data does not change: the forms of a tensor that were computed
-(:class:`RememberedForm`; q, k and v projections that share one input make one collective), and what a tensor was redistributed from
-(:class:`Origin`; a gathered tensor that is used as varying has one reduce-scatter as its backward).
+(:class:`RememberedForm`; q, k and v projections that share one input make one collective), and what a tensor was
+redistributed from (:class:`Origin`; a gathered tensor that is used as varying has one reduce-scatter as its backward).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel import torch_compat
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Placement
@@ -130,7 +131,7 @@ def _new_wrapper(cls: type, local: torch.Tensor, spec: Spec, requires_grad: bool
     C++ code that meets it ends in ``cls.__torch_dispatch__``, so it cannot take the piece for the whole.
     """
     meta = spec.tensor_meta
-    result: Any = torch.Tensor._make_wrapper_subclass(
+    result: Any = torch_compat.make_wrapper_subclass(
         cls, meta.shape, meta.stride, dtype=local.dtype, device=local.device, requires_grad=requires_grad
     )
     result._local, result._spec = local, spec
@@ -138,4 +139,4 @@ def _new_wrapper(cls: type, local: torch.Tensor, spec: Spec, requires_grad: bool
 
 
 # The constructor that PyTorch has for its own DTensor does the same in C++, in half the time.
-new_wrapper = getattr(torch.Tensor, "_dtensor__new__", _new_wrapper)
+new_wrapper = torch_compat.new_dtensor or _new_wrapper

@@ -147,6 +147,6 @@ def _is_skip(exc: BaseException) -> bool:
 
 
 def _group_count() -> int:
-    import torch.distributed as dist
+    from hyper_parallel import torch_compat
 
-    return len(dist.distributed_c10d._world.pg_map)
+    return torch_compat.group_count()

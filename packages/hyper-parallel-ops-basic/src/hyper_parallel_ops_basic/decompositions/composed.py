@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.rules import FunctionOp, OpSummary, Signature, overwrite
+from hyper_parallel import DTensor
+from hyper_parallel.rules import FunctionOp, OpSummary, Signature, overwrite, replica_spec, wrap
 
 _CHECKS = (
     "has_torch_function",
@@ -85,9 +86,6 @@ def _no(*args: Any) -> bool:
 
 def plain_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A value that every rank has, next to ``tensor`` on its mesh."""
-    from hyper_parallel import DTensor
-    from hyper_parallel.rules import replica_spec, wrap
-
     return wrap(value, replica_spec(value, tensor.layout)) if isinstance(tensor, DTensor) else value
 
 

@@ -1,4 +1,4 @@
-"""Whole recurrent networks, as ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` run them; single steps: :mod:`..decompositions.cells`."""
+"""Whole recurrent networks, as ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` run them; steps: decompositions/cells.py."""
 
 from __future__ import annotations
 
