@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -206,18 +206,20 @@ def test_async_results_and_gradients_are_those_of_the_synchronous_call(source, t
 
 @pytest.mark.ranks(4)
 def test_async_returns_before_the_other_ranks_have_come():
+    """Rank 0 joins only after all others have gone on; were they to wait for it, nobody would ever end."""
     x = make(whole(5, 3), mesh_of((4,)), [Shard(0)], requires_grad=True)
     dist.barrier()
-    late = dist.get_rank() == 0
-    if late:
-        time.sleep(1.0)
-    start = time.perf_counter()
+    others = [f"went on: {rank}" for rank in range(1, 4)]
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.wait(others, timedelta(seconds=60))
     y = x.redistribute(placements=[Replicate()], async_op=True)
-    returned = time.perf_counter() - start
-    y.to_local()
-    used = time.perf_counter() - start
-    assert returned < 0.5
-    assert late or used > 0.5
+    if dist.get_rank() != 0:
+        store.set(others[dist.get_rank() - 1], "")
+    torch.testing.assert_close(y.to_local().detach(), whole(5, 3))
+    dist.barrier()
+    for key in others[: 3 if dist.get_rank() == 0 else 0]:
+        store.delete_key(key)
 
 
 @pytest.mark.ranks(4)

@@ -1,6 +1,7 @@
 """``fully_shard`` on meshes of one to three axes, alone and over tensor and expert parallelism.
 
-Every row trains a small model for some steps with AdamW and clipping beside the same model on one device: losses,
+Every row trains a small model for some steps with SGD and clipping beside the same model on one device (one with AdamW
+too, for its states): losses,
 gradients, their norm and the updated parameters must be those of one device, the collectives and groups those of the
 row. The one-device model is plain PyTorch. PyTorch's own ``fully_shard`` trains beside it where it can.
 """
@@ -18,9 +19,12 @@ from fully_shard_training import (
     Layer,
     Model,
     Side,
+    adamw,
+    assert_near,
     loss_of,
     pair,
     part_over,
+    sgd,
     tensor_parallel,
     train,
     wrap,
@@ -50,12 +54,14 @@ GATHERS, REDUCTIONS = 2 * LAYERS, LAYERS + 1  # of one step: the last layer and 
 
 
 @pytest.mark.ranks(4)
-def test_row_1_one_data_axis():
+@pytest.mark.parametrize(("optimizer", "tolerance"), [(sgd, 1e-5), (adamw, 1e-3)])
+def test_row_1_one_data_axis(optimizer, tolerance):
     plain, model = pair()
     theirs = wrap(copy.deepcopy(plain), torch_fully_shard, mesh=init_device_mesh("cpu", (4,)))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     wrap(model, mesh=mesh)
-    trace = train(model, plain, part_over(mesh, "fsdp"), others=[theirs])[-1]
+    how = {"optimizer": optimizer, "tolerance": tolerance}
+    trace = train(model, plain, part_over(mesh, "fsdp"), others=[theirs], **how)[-1]
     assert trace.counts == {"all_gather": GATHERS, "reduce_scatter": REDUCTIONS}
     for param in model.hsdp_params.values():
         assert param.sharded_group_info.ranks == (0, 1, 2, 3)
@@ -307,7 +313,7 @@ def test_row_9_accumulation():
             assert bool(trace.counts["reduce_scatter"]) == (micro == 2)
         torch.testing.assert_close(ours.step(), theirs.step(), rtol=0, atol=1e-5)
         for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.detach().full_tensor(), want.detach(), rtol=0, atol=1e-5)
+            assert_near(got.detach(), want.detach(), 1e-5, "a parameter")
 
 
 @pytest.mark.ranks(4)
@@ -322,7 +328,7 @@ def test_row_10_state_dict_round_trip():
     assert all(isinstance(value, DTensor) for value in saved.values())
     for (name, value), want in zip(saved.items(), plain.state_dict().values(), strict=True):
         assert value.layout is model.get_parameter(name).layout
-        torch.testing.assert_close(value.full_tensor(), want, rtol=0, atol=1e-5)
+        assert_near(value, want, 1e-5, name)
     _, other = pair()
     for parameter in other.parameters():
         nn.init.zeros_(parameter)

@@ -231,10 +231,8 @@ class TestFailures:
 
     def test_others_in_a_collective_are_not_waited_for(self, pool):
         before = pool.run(os.getpid)
-        start = time.monotonic()
         with pytest.raises(RanksFailed, match=r"(?s)no luck on rank 0.*rank 1 had not ended"):
             pool.run(fail_on, 0, then="collective")
-        assert time.monotonic() - start < 10
         assert set(pool.run(os.getpid)).isdisjoint(before)
 
     def test_ranks_that_fail_alike_are_shown_once_and_stay(self, pool):
@@ -246,10 +244,8 @@ class TestFailures:
         assert pool.run(os.getpid) == before
 
     def test_a_hang_ends_with_stacks(self, pool):
-        start = time.monotonic()
         with pytest.raises(RanksTimedOut, match=r"ranks 0, 1 of 2 did not return within 1 s") as caught:
             pool.run(hang, timeout=1)
-        assert time.monotonic() - start < 10
         assert sorted(caught.value.stacks) == [0, 1]
         assert all("in hang" in stack for stack in caught.value.stacks.values())
         assert pool.run(describe_rank, 1) == [(0, 2), (1, 2)]

@@ -7,11 +7,13 @@ Pickles and checkpoints name them (``hyper_parallel.layout``), and so may other 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import sys
-import types
-from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+
+TYPE_CHECKING = False  # typing's own would cost half of the package's import time
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Sequence
 
 _PREFIX = "hyper_parallel."
 
@@ -92,17 +94,17 @@ MOVED = {
 """Old name to new one, both below ``hyper_parallel``."""
 
 
-class _OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _OldPaths:
     """Finds old names; comes before other finders, which would load modules of a moved package a second time."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if name.startswith(_PREFIX) and name[len(_PREFIX) :] in MOVED:
-            return importlib.machinery.ModuleSpec(name, self)
+            return ModuleSpec(name, self)  # type: ignore[arg-type] - a Loader by its methods; importlib.abc is slow to import
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         module = importlib.import_module(_PREFIX + MOVED[spec.name[len(_PREFIX) :]])
         spec.loader_state = module.__spec__
         return module

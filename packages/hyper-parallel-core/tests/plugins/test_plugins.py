@@ -137,31 +137,28 @@ def test_importing_loads_neither_torch_nor_any_plugin(site):
     assert site.python(code).stdout.strip() == "False False"
 
 
-def test_fifty_plugins_are_filled_quickly_and_without_torch(site):
+def test_fifty_plugins_are_filled_without_torch_and_without_their_rules(site):
     for number in range(50):
         table = "".join(
             f"op_{number}_{op}: {{distributed_op_class: Rule, distributed_op_module: acme}}\n" for op in range(20)
         )
         site.install(f"dummy{number}", ops=table)
     code = """
-        import sys, time
-        start = time.perf_counter()
+        import sys
+        before = len(sys.modules)
         import hyper_parallel
-        imported = time.perf_counter() - start
+        imported = len(sys.modules) - before
         from hyper_parallel.registry import default_registry
         entries = default_registry().entries()
         print(sum(entry.provider.startswith("dummy") for entry in entries), "torch" in sys.modules)
-        print(imported, time.perf_counter() - start)
+        rules = [name for name in sys.modules if name.startswith('hp_dummy') and not name.endswith('_plugin')]
+        print(imported, sorted(name for name in rules if name.count('.')))
     """
-    measured = []
-    for _ in range(3):
-        counts, times = site.python(code).stdout.splitlines()
-        assert counts == "1000 False"
-        measured.append([float(value) for value in times.split()])
-    # Ten times what a quiet machine needs: this guards against importing something heavy, not against noise.
-    imported, filled = (min(column) for column in zip(*measured, strict=True))
-    assert imported < 0.06
-    assert filled < 1.5
+    counts, imports = site.python(code).stdout.splitlines()
+    assert counts == "1000 False"
+    imported, rules = imports.split(maxsplit=1)
+    assert int(imported) < 45, "nothing heavy, and nothing of a plugin, is imported with hyper_parallel"
+    assert rules == "[]", "a rule's module is imported when its function is first called"
 
 
 def test_settings_that_make_no_sense_are_errors():
