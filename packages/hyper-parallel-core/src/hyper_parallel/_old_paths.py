@@ -101,7 +101,8 @@ class _OldPaths:
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         if name.startswith(_PREFIX) and name[len(_PREFIX) :] in MOVED:
-            return ModuleSpec(name, self)  # type: ignore[arg-type] - a Loader by its methods; importlib.abc is slow to import
+            # A Loader by its methods: importlib.abc would double what importing this package costs.
+            return ModuleSpec(name, self)  # type: ignore[arg-type]
         return None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:

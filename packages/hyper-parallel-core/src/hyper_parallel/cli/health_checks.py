@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hyper_parallel._public_names import FIRST_PARTY_DIST_OF
 from hyper_parallel.cli.installed_packages import Package, entry_points_of_project, packages_of_interest
@@ -45,6 +45,11 @@ for kind in ("cuda", "npu", "xpu", "mps"):
     if module is not None and module.is_available():
         devices[kind] = module.device_count()
 facts = {"version": torch.__version__, "file": torch.__file__, "backends": backends, "devices": devices}
+try:
+    from hyper_parallel.torch_compat import CHANGES, READ_IN
+    facts["changes"], facts["read_in"] = [f"{c.where}: else {c.why}" for c in CHANGES], READ_IN
+except (ImportError, AttributeError) as error:
+    facts["missing"] = str(error)
 print("ANSWER" + json.dumps(facts))
 """
 
@@ -115,6 +120,7 @@ def _torch() -> Iterator[Check]:
     facts = json.loads(answer)
     devices = ", ".join(f"{count} {kind}" for kind, count in facts["devices"].items()) or "no accelerator"
     yield Check("torch", "ok", f"{facts['version']}, {facts['file']}")
+    yield _changes(facts)
     yield Check("devices", "ok", devices)
     if facts["backends"]:
         yield Check("backends", "ok", ", ".join(facts["backends"]))
@@ -122,6 +128,16 @@ def _torch() -> Iterator[Check]:
         yield Check(
             "backends", "fail", "this torch has no backend of torch.distributed", fix="install another build of torch"
         )
+
+
+def _changes(facts: Mapping[str, Any]) -> Check:
+    """What is changed in torch, and whether this torch has the private names that are used."""
+    if "missing" in facts:
+        fix = "use a version of torch that this version of hyper-parallel-core knows"
+        return Check("torch's private names", "fail", f"not all are there: {facts['missing']}", fix=fix)
+    changes = tuple(facts["changes"])
+    found = f"{len(changes)} are changed when the first mesh is used; read in torch {facts['read_in']}"
+    return Check("torch's private names", "ok", found, changes)
 
 
 # -- packages -----------------------------------------------------------------------------------------------------

@@ -455,6 +455,15 @@ def _rebuild_dtensor(
 
 # What a saved DTensor consists of: torch.load(weights_only=True) may come before any mesh is made.
 torch.serialization.add_safe_globals([_rebuild_dtensor, _rebuild_layout, Layout, PackedShard])
+# Under the names that they had in files of before (see _old_paths).
+torch.serialization.add_safe_globals(
+    [
+        (_rebuild_dtensor, "hyper_parallel.dtensor._rebuild_dtensor"),
+        (_rebuild_layout, "hyper_parallel.layout._rebuild_layout"),
+        (Layout, "hyper_parallel.layout.Layout"),
+        (PackedShard, "hyper_parallel.placements.PackedShard"),
+    ]
+)
 
 # They need the class.
 from hyper_parallel.tensor import dcp_protocol, in_place, torch_interop, views  # noqa: E402
