@@ -228,6 +228,12 @@ def hooks(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def rules_reference(session: nox.Session) -> None:
+    """Write the page of the plugin authors' API anew."""
+    run(session, "python", "tools/write_rules_reference.py")
+
+
+@nox.session(venv_backend="none")
 def ops(session: nox.Session) -> None:
     """Write the table of all operators anew."""
     run(session, "python", "tools/write_op_table.py")
@@ -242,6 +248,7 @@ def docs(session: nox.Session) -> None:
         "-q",
         "tests/test_docs.py",
         "tests/test_hook_reference.py",
+        "tests/test_rules_reference.py",
         "tests/test_op_table.py",
         *session.posargs,
     )
