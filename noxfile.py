@@ -246,10 +246,10 @@ def docs(session: nox.Session) -> None:
         session,
         "pytest",
         "-q",
-        "tests/test_docs.py",
-        "tests/test_hook_reference.py",
-        "tests/test_rules_reference.py",
-        "tests/test_op_table.py",
+        "tests/repository/test_docs.py",
+        "tests/repository/test_hook_reference.py",
+        "tests/repository/test_rules_reference.py",
+        "tests/repository/test_op_table.py",
         *session.posargs,
     )
 
