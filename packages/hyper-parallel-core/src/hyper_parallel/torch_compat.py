@@ -43,6 +43,7 @@ __all__ = [
     "current_task",
     "default_store",
     "fake_store",
+    "forget_groups",
     "graph_break",
     "group_count",
     "has_compatible_copy_type",
@@ -135,6 +136,11 @@ def current_mesh() -> DeviceMesh:
 def root_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that this one was sliced from, or itself."""
     return mesh._get_root_mesh()
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let a mesh hold no process groups any more."""
+    mesh._pg_registry.clear()
 
 
 def private_functions() -> tuple[Any, ...]:

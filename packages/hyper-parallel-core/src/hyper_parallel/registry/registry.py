@@ -160,7 +160,7 @@ class Registry:
             taken = [entry for entry in self._entries.get(name, ()) if entry.instance is not op]
             if taken and not override:
                 raise taken_error(name, taken)
-            self._add(OpEntry.of_instance(op, USER, _caller(), name=name, override=override))
+            self.add_entry(OpEntry.of_instance(op, USER, _caller(), name=name, override=override))
 
     def register_instance(self, op: DistributedOp) -> None:
         """Register an op that has just been constructed, under its own name.
@@ -171,7 +171,7 @@ class Registry:
         with self._lock:
             self._fill()
             provider = USER if self._filling_for is None else self._filling_for.name
-            self._add(OpEntry.of_instance(op, provider, _caller(op), origin="constructed"))
+            self.add_entry(OpEntry.of_instance(op, provider, _caller(op), origin="constructed"))
 
     def load_table(self, path: str | Path) -> None:
         """Register the ops of a user's YAML table (:mod:`.plugins.op_table`); they count instead of plugins'.
@@ -183,7 +183,7 @@ class Registry:
         with self._lock:
             self._fill()
             for entry in entries:
-                self._add(entry)
+                self.add_entry(entry)
 
     def prefer(self, name: str, provider: str) -> None:
         """Say whose implementation of op ``name`` counts (as ``HYPER_PARALLEL_PREFER`` does)."""
@@ -192,7 +192,7 @@ class Registry:
             self._pins[name] = provider
             self._changed()
 
-    def _add(self, entry: OpEntry) -> None:
+    def add_entry(self, entry: OpEntry) -> None:
         rivals = self._entries.setdefault(entry.name, [])
         rivals[:] = [rival for rival in rivals if not entry.supersedes(rival)]
         rivals.append(entry)
@@ -216,7 +216,7 @@ class Registry:
             users = self._user_tables()
             self._add_plugins(self._plugins or default_manager())
             for entry in users:
-                self._add(entry)
+                self.add_entry(entry)
             self._filled = True
         finally:
             self._filling = False
@@ -228,7 +228,7 @@ class Registry:
             with manager.isolated(record), self._all_or_nothing(record):
                 for table in tables[record.name]() if record.name in tables else ():
                     for entry in table.entries():
-                        self._add(OpEntry.of_table(entry, record.name, version=record.version))
+                        self.add_entry(OpEntry.of_table(entry, record.name, version=record.version))
                 if record.name in hooks:
                     hooks[record.name](registry=_PluginRegistrar(self, record))
 
@@ -323,7 +323,7 @@ class _PluginRegistrar:
             entry = OpEntry.of_factory(name, op, provider, source, **about)
         else:
             raise TypeError(f"register takes a DistributedOp or a function that makes one, not {op!r}")
-        self._registry._add(entry)
+        self._registry.add_entry(entry)
 
 
 def _all_the_same(entries: Sequence[OpEntry]) -> bool:

@@ -25,7 +25,7 @@ _ending: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDiction
 
 def end_with_world(mesh: DeviceMesh) -> None:
     """Let a mesh, and the one that it was sliced from, hold process groups only until the default one is destroyed."""
-    for each in (mesh, mesh._get_root_mesh()):
+    for each in (mesh, torch_compat.root_of_mesh(mesh)):
         if id(each) not in _ending:
             _ending[id(each)] = each
             # torch tells nobody that it destroys the groups, but it then drops this store, which nothing else holds.
@@ -35,7 +35,7 @@ def end_with_world(mesh: DeviceMesh) -> None:
 def _let_go(mesh_id: int) -> None:
     mesh = _ending.pop(mesh_id, None)
     if mesh is not None:
-        mesh._pg_registry.clear()
+        torch_compat.forget_groups(mesh)
     functional = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(functional).values() if functional else ():
         if isinstance(function, FunctionType) and function.__defaults__:
