@@ -258,18 +258,26 @@ def _smaller(config: Any, *, wide: bool) -> Any:
             if kinds:
                 setattr(text, name, kinds[:layers])
     if not wide:
-        heads = getattr(text, "num_attention_heads", None)
-        explicit = getattr(text, "head_dim", None) is not None
-        one_kind = getattr(text, "num_key_value_heads", None) == heads
-        for name, limit in _LIMITS.items():
-            value = getattr(text, name, None)
-            if isinstance(value, int):
-                setattr(text, name, min(value, limit))
-        if one_kind and heads is not None:
-            text.num_key_value_heads = text.num_attention_heads
-        if isinstance(heads, int) and isinstance(getattr(text, "hidden_size", None), int):
-            text.hidden_size = 128 if explicit else text.hidden_size // heads * text.num_attention_heads
-        for name in _TOKEN_IDS:
-            if isinstance(value := getattr(text, name, None), int):
-                setattr(text, name, min(value, text.vocab_size - 1))
+        _limit_sizes(text)
     return small
+
+
+def _limit_sizes(text: Any) -> None:
+    """Make the sizes of a language model's configuration small; what has to divide something still does."""
+    heads = getattr(text, "num_attention_heads", None)
+    explicit = getattr(text, "head_dim", None) is not None
+    one_kind = getattr(text, "num_key_value_heads", None) == heads
+    for name, limit in _LIMITS.items():
+        _limit(text, name, limit)
+    if one_kind and heads is not None:
+        text.num_key_value_heads = text.num_attention_heads
+    if isinstance(heads, int) and isinstance(getattr(text, "hidden_size", None), int):
+        text.hidden_size = 128 if explicit else text.hidden_size // heads * text.num_attention_heads
+    for name in _TOKEN_IDS if hasattr(text, "vocab_size") else ():
+        _limit(text, name, text.vocab_size - 1)
+
+
+def _limit(config: Any, name: str, limit: int) -> None:
+    value = getattr(config, name, None)
+    if isinstance(value, int):
+        setattr(config, name, min(value, limit))

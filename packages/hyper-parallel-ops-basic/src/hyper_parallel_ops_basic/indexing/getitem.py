@@ -93,16 +93,7 @@ class GetItem(StrategyOp):
             if mask is not lead:
                 yield from (Strategy([S(d)], looked_up) for d in mask.dims)
         if lead is not None:
-            # The picked elements are spread over the axes; the layout is known when they are.
-            beside = read_together(call, index, lead)
-            for d in range(len(lead.value)):
-                row: list[Placement] = [R] * len(call.inputs)
-                row[0] = S(lead.dim + d)
-                if lead.ref is not None:
-                    row[lead.ref.index] = S(d)
-                for item in beside:
-                    row[item.ref.index] = S(len(item.value) - 1)  # type: ignore[union-attr]
-                yield Strategy(row, S(index.picked))
+            yield from _mask_rows(index, lead, call)
         yield from _gather_rows(index, call)
         for pending in {p for p in spec.layout.placements if isinstance(p, Partial)}:
             yield Strategy([pending], pending)
@@ -236,6 +227,20 @@ def _gather_rows(index: Index, call: Call) -> Iterable[Strategy]:
                     yield Strategy([have, *inputs[1:]], out)
 
 
+def _mask_rows(index: Index, lead: Item, call: Call) -> Iterable[Strategy]:
+    """Dims of the tensor that the mask ``lead`` reads, sharded with it: the elements that it picks are spread over the
+    axes; the layout is known when they are."""
+    beside = read_together(call, index, lead)
+    for d in range(len(lead.value)):
+        row: list[Placement] = [R] * len(call.inputs)
+        row[0] = S(lead.dim + d)
+        if lead.ref is not None:
+            row[lead.ref.index] = S(d)
+        for item in beside:
+            row[item.ref.index] = S(len(item.value) - 1)  # type: ignore[union-attr]
+        yield Strategy(row, S(index.picked))
+
+
 def _fetching(index: Index, call: Call) -> Item | None:
     """The index tensor whose elements may be fetched: that of the only sharded dim of those that are looked up."""
     layout = call.inputs[0].layout
@@ -248,8 +253,8 @@ def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading
     base, target, dtype = solution.outputs[0], local.target, call.inputs[0].dtype
     assert base is not None
     lead = leading(call, index)
-    for item in [] if lead is None else read_together(call, index, lead):
-        at = item.ref.index  # type: ignore[union-attr]
+    together = [] if lead is None else read_together(call, index, lead)
+    for at in [item.ref.index for item in together]:  # type: ignore[union-attr]
         solution.targets[at] = _by_axis(solution.targets[at])
     mask = the_sharded_mask(lead, target, local.shape)
     beside = beside_of(call, index, mask, solution.targets)
@@ -271,9 +276,7 @@ def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading
             picked = mask.picked(here)
             if beside is not None:
                 parts, is_one = beside.parts(parts, here, picked)
-            if is_one:
-                for d in mask.item.dims:
-                    x = one_row_more(x, d)  # of zeros, which is where the ranks look that do not hold it
+            x = _with_zeros(x, mask.item.dims if is_one else ())
         out = local.read(x, parts)
         shape = [size if n is None else n for size, n in zip(out.shape, sizes, strict=True)]
         if picked is not None and is_one:
@@ -281,14 +284,28 @@ def _solve_by_data(solution: Solution, call: Call, index: Index, local: _Reading
         elif picked is not None:
             out, shape[index.picked] = picked.spread(out, index.picked), picked.total
             layout = picked.layout_of(base, out.ndim, index.picked)
-        varying = frozenset(a for a in call.inputs[0].varying if isinstance(layout.placements[a], Replicate))
         stride = contiguous_stride(shape)
         if any(spec.memory_order is not None for spec in call.inputs):
             stride = call.inputs[0].meta[index.with_picked(given, shape[index.picked])].stride()
-        spec = make_spec(layout, shape, stride, out.dtype, varying)
-        return wrap(in_memory_order(out, spec.memory_order), spec)
+        return _wrapped(out, layout, shape, stride, call.inputs[0].varying)
 
     solution.local, solution.meta = get, by_data
+
+
+def _with_zeros(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """The tensor with one row of zeros more along these dims: where the ranks look that do not hold an element."""
+    for d in dims:
+        x = one_row_more(x, d)
+    return x
+
+
+def _wrapped(
+    out: torch.Tensor, layout: Layout, shape: Sequence[int], stride: Sequence[int], varying: frozenset[int]
+) -> torch.Tensor:
+    """This rank's part of a result whose layout only the data tells; it is varying where it is Replicate still."""
+    still = frozenset(a for a in varying if isinstance(layout.placements[a], Replicate))
+    spec = make_spec(layout, tuple(shape), tuple(stride), out.dtype, still)
+    return wrap(in_memory_order(out, spec.memory_order), spec)
 
 
 def _by_axis(layout: Layout) -> Layout:

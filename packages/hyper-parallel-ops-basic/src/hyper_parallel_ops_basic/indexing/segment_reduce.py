@@ -104,12 +104,15 @@ class SegmentReduce(StrategyOp):
             if reduce in ("max", "min"):
                 return _SegmentExtreme.apply(data, over, part, reduce, initial, mine, axis)
             out = part(data, "sum", once)
-            if reduce == "sum":
-                return out
-            lengths = ends.diff() if initial is None else ends.diff().clamp(1)
-            return out / lengths.view(*lengths.shape, *(1,) * (data.ndim - axis - 1))
+            return out if reduce == "sum" else out / _counts(ends, initial, data.ndim - axis - 1)
 
         return local_part
+
+
+def _counts(ends: torch.Tensor, initial: Any, dims_after: int) -> torch.Tensor:
+    """By what the sums of segments are divided for their mean; an initial value makes empty segments count one."""
+    lengths = ends.diff() if initial is None else ends.diff().clamp(1)
+    return lengths.view(*lengths.shape, *(1,) * dims_after)
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:

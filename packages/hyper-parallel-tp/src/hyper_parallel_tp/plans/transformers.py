@@ -69,8 +69,7 @@ def transformers_plan(model: nn.Module) -> dict[str, ParallelStyle] | None:
         if name in parameters:
             owner, _, leaf = name.rpartition(".")
             rule = _of_experts(modules[owner], leaf, rule)
-            placement = _parameter_placement(model, name, rule, parameters[name])
-            own.setdefault(owner, {})[leaf] = placement
+            own.setdefault(owner, {})[leaf] = _parameter_placement(model, name, rule, parameters[name])
     for name, rule in found.items():
         parent = name.rpartition(".")[0]
         if name not in modules or rule in WHOLE or rule in FOLLOWS or parent in plan:
@@ -79,17 +78,26 @@ def transformers_plan(model: nn.Module) -> dict[str, ParallelStyle] | None:
             plan[name] = LocalCompute(parameters=own.pop(name, {}))
         elif _is_attention(modules[parent], parent, found):
             plan[parent] = AttentionParallel()
-        elif rule in MODULE_STYLES:
-            plan[name] = MODULE_STYLES[rule]()
-        elif rule == "packed_colwise":
-            plan[name] = ColwiseParallel(sections=_halves(modules[name].out_features), use_local_output=False)
-        elif rule == "packed_rowwise":
-            plan[name] = RowwiseParallel(sections=_halves(modules[name].in_features), use_local_output=False)
         else:
-            raise _unknown(model, name, rule)
-    for owner, placements in own.items():
-        plan[owner] = _Parameters(placements)
+            plan[name] = _module_style(model, name, rule)
+    plan.update((owner, _Parameters(placements)) for owner, placements in own.items())
     return {**plan, "": NoParallel()}
+
+
+def _module_style(model: nn.Module, name: str, rule: str) -> ParallelStyle:
+    """The style that a word means for one module.
+
+    Raises:
+        ValueError: the word is not known.
+    """
+    if rule in MODULE_STYLES:
+        return MODULE_STYLES[rule]()
+    module: Any = model.get_submodule(name)
+    if rule == "packed_colwise":
+        return ColwiseParallel(sections=_halves(module.out_features), use_local_output=False)
+    if rule == "packed_rowwise":
+        return RowwiseParallel(sections=_halves(module.in_features), use_local_output=False)
+    raise _unknown(model, name, rule)
 
 
 def style_of(word: str) -> ParallelStyle | None:

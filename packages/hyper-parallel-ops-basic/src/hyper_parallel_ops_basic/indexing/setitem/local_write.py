@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,10 +119,7 @@ class Writing:
         elif self.beside is not None:
             given = self.beside.whole_parts(given, x.device)
         parts = [asked_for(item, self.index.shape, given) for item in self.index.items]
-        for at, item in enumerate(self.index.items):
-            if item.kind == "int" and item.dim in self.looked_up:
-                position = self.looked_up[item.dim].position(parts[at])
-                mine, parts[at] = mine and position is not None, position or 0
+        mine = self._by_ints(parts) and mine
         if self.choices or self.looked_up:
             # A rank that writes nothing says no less than the others what is wrong.
             check_whole_ids(self.index, parts, self.looked_up)
@@ -134,17 +131,30 @@ class Writing:
         if not blocks:
             _stay_connected(x, value)
         for block in blocks:
-            where = list(parts)
-            for at, item in enumerate(self.index.items):
-                for dim, overlap in block:
-                    if item.kind == "range" and item.dim == dim:
-                        where[at] = overlap.local
+            where = self._of_block(parts, dict(block))
             piece = self._piece(value, [(self.index.result.index(d), o.result) for d, o in block], chosen)
             if accumulate:
                 _add(x, where, piece)
             else:
                 x[tuple(where)] = piece
         return x
+
+    def _by_ints(self, parts: list[Any]) -> bool:
+        """Turns the ints of sharded dims, in ``parts``, into local positions; whether this rank holds all of them."""
+        mine = True
+        for at, item in enumerate(self.index.items):
+            if item.kind == "int" and item.dim in self.looked_up:
+                position = self.looked_up[item.dim].position(parts[at])
+                mine, parts[at] = mine and position is not None, position or 0
+        return mine
+
+    def _of_block(self, parts: Sequence[Any], block: Mapping[int, Overlap]) -> list[Any]:
+        """The parts of the index, with the local ranges of one block (by dim) in the place of ranges."""
+        is_cut = [item.kind == "range" and item.dim in block for item in self.index.items]
+        return [
+            block[item.dim].local if cut else part
+            for part, item, cut in zip(parts, self.index.items, is_cut, strict=True)
+        ]
 
     def _by_tensors(self, x: torch.Tensor, parts: list[Any]) -> torch.Tensor:
         """Leaves, in ``parts``, the elements of the index tensors that this rank holds; returns which these are."""
