@@ -40,7 +40,7 @@ def test_every_page_and_path_that_is_named_exists():
 
 def test_every_row_of_the_parity_tables_names_its_test():
     page = (ROOT / "docs" / "tensor-parallel-parity.md").read_text()
-    tests = (ROOT / "packages" / "hyper-parallel-tp" / "tests").glob("test_*.py")
+    tests = (ROOT / "packages" / "hyper-parallel-tp" / "tests").rglob("test_*.py")
     known = set(re.findall(r"^def (test_\w+)\(", "\n".join(path.read_text() for path in tests), re.MULTILINE))
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
     assert len(rows) > 40
