@@ -111,7 +111,7 @@ def test_run_check_finds_shapes_that_do_not_fit_on_every_rank():
 def test_from_local_says_what_is_wrong_with_its_arguments():
     mesh, local = mesh_of((4,)), torch.zeros(2, 3)
     x = DTensor.from_local(local, mesh, [Shard(0)])
-    with pytest.raises(TypeError, match=r"plain tensor, got hyper_parallel\.dtensor\.DTensor"):
+    with pytest.raises(TypeError, match=r"plain tensor, got hyper_parallel\.tensor\.dtensor\.DTensor"):
         DTensor.from_local(x, mesh, [Shard(0)])
     with pytest.raises(TypeError, match=r"plain tensor, got builtins\.list"):
         DTensor.from_local([1.0], mesh, [Shard(0)])
