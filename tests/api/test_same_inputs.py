@@ -91,3 +91,46 @@ def test_a_laid_out_batch_passes():
     model, mesh = parallel()
     require_same_inputs(model, mesh)
     model(distribute_tensor(IDS, mesh, [Replicate()]))
+
+
+def ids_of_rank():
+    return IDS if dist.get_rank() else IDS.flip(1)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_checks_the_first_forward_by_itself():
+    model, _ = parallel()
+    with pytest.raises(ValueError, match=r"(?s)^the batch of Model differs by rank:.*check_inputs=False"):
+        model(ids_of_rank())
+
+
+@pytest.mark.ranks(2)
+def test_the_first_forward_after_each_change_of_mode_is_checked_and_no_other():
+    model, _ = parallel()
+    model(IDS)
+    model(ids_of_rank())  # not the first
+    with pytest.raises(ValueError, match="differs by rank"):
+        model.eval()(ids_of_rank())
+    with pytest.raises(ValueError, match="differs by rank"), torch.no_grad():
+        model(ids_of_rank())
+    with torch.no_grad():
+        model(ids_of_rank())
+    with pytest.raises(ValueError, match="differs by rank"):
+        model.train()(IDS, mask=IDS.bool() if dist.get_rank() else None)
+
+
+@pytest.mark.ranks(2)
+def test_the_check_can_be_left_out_and_compares_whole_numbers_only():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize_module(Model(), mesh, {"out": ColwiseParallel()}, check_inputs=False)
+    model(ids_of_rank())
+    model, _ = parallel()
+    model(IDS, extra=torch.randn(2, generator=torch.Generator().manual_seed(dist.get_rank())))
+
+
+@pytest.mark.ranks(2)
+def test_no_trace_counts_the_check_by_itself():
+    model, _ = parallel()
+    with CommTrace() as trace:
+        model(IDS)
+    assert trace.counts == {}

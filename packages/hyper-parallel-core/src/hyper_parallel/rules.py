@@ -44,7 +44,15 @@ from hyper_parallel._rules.families.precision import LOW, casts_by_term, wide, w
 from hyper_parallel._rules.families.ranges import Kept, Overlap, keep_range, merged, overlaps
 from hyper_parallel.comm import primitives
 from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.comm.redistribute import Redistribution, describe, move_of, moved, target_spec, transition
+from hyper_parallel.comm.redistribute import (
+    Redistribution,
+    describe,
+    move_of,
+    moved,
+    target_spec,
+    transition,
+    varying_axes,
+)
 from hyper_parallel.comm.reduce_ops import norm_op
 from hyper_parallel.comm.steps import Pending
 from hyper_parallel.comm.trace import described, is_tracing
@@ -82,6 +90,7 @@ from hyper_parallel import torch_compat
 
 # Modules
 from hyper_parallel.api.module_boundary import Boundary, map_dtensors, taken_as
+from hyper_parallel.api.same_inputs import check_first_inputs
 from hyper_parallel.api.replace_forward import forward_function, replicate_plain_inside, set_forward
 from hyper_parallel.api.shard_module import matcher, matching
 from hyper_parallel.utils.structures import change_values, map_structure, map_tensors, tensors_of
@@ -143,6 +152,7 @@ __all__ = [
     "carry",
     "casts_by_term",
     "change_values",
+    "check_first_inputs",
     "check_generators",
     "check_in_range",
     "chunk_bounds",
@@ -215,6 +225,7 @@ __all__ = [
     "torch_compat",
     "transition",
     "vary_axes",
+    "varying_axes",
     "wide",
     "wide_dtype",
     "wrap",

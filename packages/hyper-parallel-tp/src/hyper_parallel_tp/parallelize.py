@@ -13,7 +13,14 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hyper_parallel import DeviceMesh, DTensor, ShardingPlan, shard_module
-from hyper_parallel.rules import matching, mesh_info, replaces_parameters, replicate_plain_inside, torch_compat
+from hyper_parallel.rules import (
+    check_first_inputs,
+    matching,
+    mesh_info,
+    replaces_parameters,
+    replicate_plain_inside,
+    torch_compat,
+)
 from hyper_parallel_tp.plans.known import known_plan
 from hyper_parallel_tp.plans.late_adapters import explain_late_adapters
 from hyper_parallel_tp.plans.transformers import style_of
@@ -30,6 +37,7 @@ def parallelize_module(
     parallelize_plan: Plan | None = None,
     *,
     src_data_rank: int | None = 0,
+    check_inputs: bool = True,
 ) -> nn.Module:
     """Parallelise a module over a 1-D mesh, in place, and return it.
 
@@ -48,6 +56,10 @@ def parallelize_module(
             done.
         src_data_rank: rank along the mesh whose parameters count: they are scattered and broadcast to the others. None:
             each rank uses what it has.
+        check_inputs: compare the token ids, masks and other whole numbers that ``module`` is called with over the mesh,
+            in its first forward and in the first one after each change between training and evaluation. Ranks that are
+            dealt different batches would compute on a mixture of them, and nothing else tells. One all-reduce of 16
+            bytes each time. See :func:`hyper_parallel.require_same_inputs` for a check of every call.
 
     Raises:
         ValueError: the mesh has several dims; a name means no submodule (near misses are listed); a parameter is
@@ -73,6 +85,8 @@ def parallelize_module(
             shard_module(planned, mesh, plan, src_data_rank=src_data_rank)
         else:
             _apply_styles(module, list(_styled(planned, plan)), mesh, src_data_rank)  # a mistake changes nothing
+    if check_inputs:
+        check_first_inputs(module, mesh)
     return module
 
 

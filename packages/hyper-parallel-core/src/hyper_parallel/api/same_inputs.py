@@ -1,4 +1,4 @@
-"""An opt-in check: the ranks that share a model call it with the same batch."""
+"""The ranks that share a model call it with the same batch: checked by itself at first, or before every forward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hyper_parallel.context import in_backward
 from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, mesh_info
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.from_local_checks import check_same
 from hyper_parallel.torch_compat import pytree
 from hyper_parallel.utils.structures import tensors_of
 
-__all__ = ["require_same_inputs"]
+__all__ = ["check_first_inputs", "require_same_inputs"]
 
 
 def require_same_inputs(module: nn.Module, device_mesh: DeviceMesh) -> RemovableHandle:
@@ -40,20 +41,69 @@ def require_same_inputs(module: nn.Module, device_mesh: DeviceMesh) -> Removable
     )
 
 
-def _compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], info: MeshInfo) -> None:
+def check_first_inputs(module: nn.Module, device_mesh: DeviceMesh) -> RemovableHandle:
+    """Compare what a module is called with over the ranks of a mesh, in its first forward and in the first one after
+    each change between training and evaluation, or of the gradient mode.
+
+    Compared are plain tensors of whole numbers and bools (token ids, labels, masks, positions): of others nothing says
+    that they are not this rank's shards. One all-reduce of 16 bytes each time, which no CommTrace counts; none where
+    torch.compile traces the call.
+
+    Args:
+        module: the model.
+        device_mesh: the ranks that share it.
+
+    Returns:
+        A handle; its ``remove()`` ends the check.
+
+    Raises:
+        ValueError: from the module's forward, on every rank, when they differ.
+    """
+    info = mesh_info(device_mesh)
+    last: list[Any] = [None]
+
+    # A function, and no object: a copy of the module has the same hook, and cannot copy process groups.
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mode = module.training, torch.is_grad_enabled()
+        if mode != last[0] and not torch.compiler.is_compiling() and not in_backward():
+            last[0] = mode
+            _compare(module, args, kwargs, info, only_whole_numbers=True)
+
+    return module.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+
+
+def _is_whole_number(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _compare(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    info: MeshInfo,
+    only_whole_numbers: bool = False,
+) -> None:
     named, _ = pytree.tree_flatten_with_path({**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs})
     facts = [
         f"{_name(path)} {str(value.dtype).removeprefix('torch.')}{list(value.shape)} with checksum {_checksum(value)}"
         for path, leaf in named
         for value in tensors_of(leaf)  # several in a dataclass
-        if not isinstance(value, DTensor)
+        if not isinstance(value, DTensor) and (_is_whole_number(value) or not only_whole_numbers)
     ]
     try:
-        check_same(info, f"the batch of {type(module).__name__}", ", ".join(facts) or "no plain tensor")
+        check_same(
+            info,
+            f"the batch of {type(module).__name__}",
+            ", ".join(facts) or "no plain tensor",
+            traced=not only_whole_numbers,
+        )
     except ValueError as error:
+        off = (
+            "; parallelize_module(..., check_inputs=False) where they are meant to differ" if only_whole_numbers else ""
+        )
         raise ValueError(
             f"{error}\n  fix: give the ranks of mesh {info!r} the same batch; a sampler deals batches out over the "
-            "data axes only"
+            f"data axes only{off}"
         ) from None
 
 

@@ -40,17 +40,26 @@ def global_shape(
     return tuple(found)
 
 
-def check_same(info: MeshInfo, what: str, mine: str) -> None:
+def check_same(info: MeshInfo, what: str, mine: str, *, traced: bool = True) -> None:
     """Raise ValueError on every rank when the ranks of a mesh say different things of ``what``.
 
     One all-reduce of 16 bytes, of the same size whatever is said; only where they differ the texts are gathered.
+
+    Args:
+        info: the mesh.
+        what: of what they say it, for the error.
+        mine: what this rank says.
+        traced: whether a CommTrace counts the all-reduce.
     """
     everyone = info.group(tuple(range(info.ndim)))
     if everyone.size == 1:
         return
     code = zlib.crc32(mine.encode())
     extremes = torch.tensor([code, -code], device=info.default_device())
-    comm.all_reduce(extremes, everyone, "max")
+    if traced:
+        comm.all_reduce(extremes, everyone, "max")
+    else:
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=everyone.group)
     highest, lowest = extremes.tolist()
     if highest == -lowest:
         return

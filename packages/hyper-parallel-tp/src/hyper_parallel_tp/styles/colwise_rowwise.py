@@ -21,15 +21,17 @@ from hyper_parallel.rules import (
     is_replicate,
     local_shape,
     make_spec,
+    mesh_info,
     move_of,
     moved,
     set_forward,
+    varying_axes,
     wrap,
 )
 from hyper_parallel_tp.overlap.overlapped_linear import all_gather_linear, linear_reduce_scatter
 from hyper_parallel_tp.styles.call_changes import Change, change_inputs, change_outputs
 from hyper_parallel_tp.styles.local_layers import compute_on_pieces, function_of_pieces
-from hyper_parallel_tp.styles.local_outputs import check_pieces, local_piece
+from hyper_parallel_tp.styles.local_outputs import GradPlacements, check_first_gradient, check_pieces, local_piece
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -42,6 +44,7 @@ class _ProjectionStyle(ParallelStyle):
     output_layouts: Placement
     use_local_output: bool
     overlap_pieces: int | None
+    local_output_grad_placements: GradPlacements
 
     def _overlapped(self, input: DTensor, layer: nn.Linear) -> DTensor:
         """The layer's output, communication included, in pieces."""
@@ -99,7 +102,9 @@ class _ProjectionStyle(ParallelStyle):
 
         def hand_out(module: nn.Module, value: Any) -> Any:
             value = leave(value)
-            return local_piece(value, module, device_mesh) if self.use_local_output else value
+            if not self.use_local_output:
+                return value
+            return local_piece(value, module, device_mesh, self.local_output_grad_placements)
 
         def take(module: nn.Module, value: Any) -> Any:
             self._check_features(layer, value, device_mesh)
@@ -144,7 +149,8 @@ class _ProjectionStyle(ParallelStyle):
 
     def _leaving(self, layer: nn.Linear, mesh: DeviceMesh, hand_out: Change) -> Callable[..., Any]:
         """From the product of the pieces of a Linear to what the style returns."""
-        computed, wanted = self._computed(), self.output_layouts
+        computed, wanted, grads = self._computed(), self.output_layouts, self.local_output_grad_placements
+        info, may_meet_shards = mesh_info(mesh), grads is None and is_replicate(wanted)
         if self.use_local_output and wanted == computed:
             return lambda layer, out, _: out
 
@@ -155,11 +161,17 @@ class _ProjectionStyle(ParallelStyle):
             if self.use_local_output:
                 check_pieces(after, whole, layer)
             spec = make_spec(before, whole, contiguous_stride(whole), dtype)
-            return spec, move_of((before, NOT_VARYING), (after, NOT_VARYING), whole)
+            varying = NOT_VARYING if grads is None else varying_axes(after, grads)
+            return spec, move_of((before, NOT_VARYING), (after, varying), whole)
 
         def leave(layer: nn.Linear, out: torch.Tensor, _: Any) -> Any:
             spec, move = way(out.shape, out.dtype)
-            return moved(out, move) if self.use_local_output else hand_out(layer, wrap(out, spec))
+            if not self.use_local_output:
+                return hand_out(layer, wrap(out, spec))
+            local = moved(out, move)
+            if may_meet_shards:
+                check_first_gradient(local, layer, info)
+            return local
 
         return leave
 
@@ -209,6 +221,10 @@ class ColwiseParallel(_ProjectionStyle):
         overlap_pieces: of a Linear whose input is a sequence shard (``input_layouts=Shard(1)``): gather it in that many
             pieces, each multiplied while the next ones travel (:func:`all_gather_linear`). Layers that share an input,
             and all say this, gather it once.
+        local_output_grad_placements: of the gradient of a plain output, one per mesh axis, as ``grad_placements`` of
+            :meth:`DTensor.to_local`. Say ``[Partial()]`` where an output that is equal on all ranks is used together
+            with plain shards, so that each rank has one term of its gradient; by default an error, in the first
+            backward, says so.
     """
 
     def __init__(
@@ -219,7 +235,9 @@ class ColwiseParallel(_ProjectionStyle):
         use_local_output: bool = True,
         sections: Sequence[int] | None = None,
         overlap_pieces: int | None = None,
+        local_output_grad_placements: GradPlacements = None,
     ) -> None:
+        self.local_output_grad_placements = local_output_grad_placements
         self.input_layouts = checked_placement("input_layouts", input_layouts) or Replicate()
         self.sections = None if sections is None else tuple(sections)
         split_features = Shard(-1) if self.sections is None else PackedShard(-1, self.sections)
@@ -260,6 +278,10 @@ class RowwiseParallel(_ProjectionStyle):
         sections: where the input is the output of a packed projection: the number of features of each part.
         overlap_pieces: of a Linear whose output is a sequence shard (``output_layouts=Shard(1)``): scatter the sum in
             that many pieces, each on its way while the next is multiplied (:func:`linear_reduce_scatter`).
+        local_output_grad_placements: of the gradient of a plain output, one per mesh axis, as ``grad_placements`` of
+            :meth:`DTensor.to_local`. Say ``[Partial()]`` where an output that is equal on all ranks is used together
+            with plain shards, so that each rank has one term of its gradient; by default an error, in the first
+            backward, says so.
     """
 
     def __init__(
@@ -270,7 +292,9 @@ class RowwiseParallel(_ProjectionStyle):
         use_local_output: bool = True,
         sections: Sequence[int] | None = None,
         overlap_pieces: int | None = None,
+        local_output_grad_placements: GradPlacements = None,
     ) -> None:
+        self.local_output_grad_placements = local_output_grad_placements
         self.sections = None if sections is None else tuple(sections)
         self.input_layouts = checked_placement("input_layouts", input_layouts) or _split(-1, self.sections)
         self.output_layouts = checked_placement("output_layouts", output_layouts) or Replicate()

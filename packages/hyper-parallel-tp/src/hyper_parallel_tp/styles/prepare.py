@@ -11,7 +11,7 @@ from torch import nn
 from hyper_parallel import DeviceMesh, Placement
 from hyper_parallel.rules import Boundary
 from hyper_parallel_tp.styles.call_changes import Change, change_inputs, change_outputs
-from hyper_parallel_tp.styles.local_outputs import local_piece
+from hyper_parallel_tp.styles.local_outputs import GradPlacements, local_piece
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
@@ -39,7 +39,12 @@ def _check_pairs(what: str, given: Any, desired: Any) -> None:
 
 
 def _mover(
-    given: Placement | None, desired: Placement | None, mesh: DeviceMesh, user: nn.Module | None, local: bool
+    given: Placement | None,
+    desired: Placement | None,
+    mesh: DeviceMesh,
+    user: nn.Module | None,
+    local: bool,
+    grad_placements: GradPlacements = None,
 ) -> Change | None:
     """What is done to one value; None where it stays as it is."""
     if given is None:
@@ -55,7 +60,7 @@ def _mover(
                 "say None for a value that is to stay as it is"
             )
         value = boundary(value)
-        return local_piece(value, module, mesh) if local else value
+        return local_piece(value, module, mesh, grad_placements) if local else value
 
     return move
 
@@ -69,6 +74,7 @@ class PrepareModuleInput(ParallelStyle):
         input_kwarg_layouts, desired_input_kwarg_layouts: the same by the name of forward's argument, however it is
             passed.
         use_local_output: give the module plain tensors, this rank's pieces.
+        local_output_grad_placements: of the gradients of these plain tensors, as of :class:`ColwiseParallel`.
 
     Raises:
         ValueError: the two kinds of layouts are not one for one; a name is no argument of the module's forward.
@@ -83,7 +89,9 @@ class PrepareModuleInput(ParallelStyle):
         input_kwarg_layouts: Mapping[str, Placement] | None = None,
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
+        local_output_grad_placements: GradPlacements = None,
     ) -> None:
+        self.local_output_grad_placements = local_output_grad_placements
         self.input_layouts = _several("input_layouts", input_layouts)
         self.desired_input_layouts = _several("desired_input_layouts", desired_input_layouts)
         self.input_kwarg_layouts = _named("input_kwarg_layouts", input_kwarg_layouts)
@@ -96,7 +104,8 @@ class PrepareModuleInput(ParallelStyle):
         """See :class:`ParallelStyle`."""
 
         def mover(given: Placement | None, desired: Placement | None) -> Change | None:
-            return _mover(given, desired, device_mesh, module, self.use_local_output)
+            grads = self.local_output_grad_placements
+            return _mover(given, desired, device_mesh, module, self.use_local_output, grads)
 
         positional = [mover(g, d) for g, d in zip(self.input_layouts, self.desired_input_layouts, strict=True)]
         named = {n: mover(g, self.desired_input_kwarg_layouts[n]) for n, g in self.input_kwarg_layouts.items()}
@@ -112,6 +121,7 @@ class PrepareModuleOutput(ParallelStyle):
         output_layouts: what plain outputs are, one per output; None leaves an output as it is.
         desired_output_layouts: what they become, one for one; DTensors too.
         use_local_output: return plain tensors, this rank's pieces.
+        local_output_grad_placements: of the gradients of these plain tensors, as of :class:`ColwiseParallel`.
 
     Raises:
         ValueError: the two kinds of layouts are not one for one.
@@ -119,8 +129,14 @@ class PrepareModuleOutput(ParallelStyle):
     """
 
     def __init__(
-        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+        local_output_grad_placements: GradPlacements = None,
     ) -> None:
+        self.local_output_grad_placements = local_output_grad_placements
         self.output_layouts = _several("output_layouts", output_layouts)
         self.desired_output_layouts = _several("desired_output_layouts", desired_output_layouts)
         self.use_local_output = use_local_output
@@ -129,8 +145,11 @@ class PrepareModuleOutput(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`."""
         pairs = zip(self.output_layouts, self.desired_output_layouts, strict=True)
-        change_outputs(module, [_mover(g, d, device_mesh, None, self.use_local_output) for g, d in pairs])
+        change_outputs(module, [self._mover(g, d, device_mesh) for g, d in pairs])
         return module
+
+    def _mover(self, given: Placement | None, desired: Placement | None, mesh: DeviceMesh) -> Change | None:
+        return _mover(given, desired, mesh, None, self.use_local_output, self.local_output_grad_placements)
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -141,6 +160,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         use_local_input: give the module plain inputs.
         output_layouts, desired_output_layouts: of the outputs.
         use_local_output: return plain outputs.
+        local_output_grad_placements: of the gradients of plain outputs, as of :class:`ColwiseParallel`.
     """
 
     def __init__(
@@ -154,6 +174,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         output_layouts: Layouts,
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
+        local_output_grad_placements: GradPlacements = None,
     ) -> None:
         self.prepare_module_input = PrepareModuleInput(
             input_layouts=input_layouts,
@@ -166,6 +187,7 @@ class PrepareModuleInputOutput(ParallelStyle):
             output_layouts=output_layouts,
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
+            local_output_grad_placements=local_output_grad_placements,
         )
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -21,7 +21,7 @@ from hyper_parallel.rules import (
 )
 from hyper_parallel_tp.styles.call_changes import change_inputs, change_output, parameter_names
 from hyper_parallel_tp.styles.local_layers import Compute, compute_on_pieces, function_of_pieces
-from hyper_parallel_tp.styles.local_outputs import check_pieces, local_piece
+from hyper_parallel_tp.styles.local_outputs import GradPlacements, check_pieces, local_piece
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["NoParallel", "SequenceParallel"]
@@ -99,6 +99,10 @@ class NoParallel(ParallelStyle):
         input_layout: what a plain first input is; DTensors, everywhere, stay as they are. Default Replicate.
         output_layout: what every output becomes; default Replicate.
         use_local_output: return plain tensors.
+        local_output_grad_placements: of the gradient of a plain output, one per mesh axis, as ``grad_placements`` of
+            :meth:`DTensor.to_local`. Say ``[Partial()]`` where an output that is equal on all ranks is used together
+            with plain shards, so that each rank has one term of its gradient; by default an error, in the first
+            backward, says so.
     """
 
     def __init__(
@@ -107,7 +111,9 @@ class NoParallel(ParallelStyle):
         input_layout: Placement | None = None,
         output_layout: Placement | None = None,
         use_local_output: bool = True,
+        local_output_grad_placements: GradPlacements = None,
     ) -> None:
+        self.local_output_grad_placements = local_output_grad_placements
         self.input_layout = checked_placement("input_layout", input_layout) or Replicate()
         self.output_layout = checked_placement("output_layout", output_layout) or Replicate()
         self.use_local_output = use_local_output
@@ -125,7 +131,9 @@ class NoParallel(ParallelStyle):
         def hand_out(module: nn.Module, output: Any) -> Any:
             def move(value: DTensor) -> Any:
                 value = leave(value)
-                return local_piece(value, module, device_mesh) if self.use_local_output else value
+                if not self.use_local_output:
+                    return value
+                return local_piece(value, module, device_mesh, self.local_output_grad_placements)
 
             return map_dtensors(output, move)
 
