@@ -261,6 +261,12 @@ def battery(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def random_programs(session: nox.Session) -> None:
+    """Compare 10,000 random programs with plain PyTorch: about an hour; arguments after -- choose."""
+    run(session, "python", "-m", "tools.random_programs", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Run the benchmarks and print their tables."""
     for script in sorted(ROOT.glob("benchmarks/bench_*.py")):

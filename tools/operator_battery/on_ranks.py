@@ -83,7 +83,7 @@ def run_function(title: str, choice: Choice, skip: Collection[str]) -> list[Verd
         verdict = judge(op, samples[case.sample], case)
         if verdict is not None:
             verdicts.append(Verdict(name, *verdict))
-            _check_that_all_are_here(verdicts[-1])
+            check_that_all_are_here(verdicts[-1])
     return verdicts
 
 
@@ -152,11 +152,11 @@ def judge(op: Any, sample: Any, case: Case) -> tuple[str, str] | None:
             got = call(leaves)
         problem = _difference(got, expected, leaves, plain)
     except Exception as error:
-        return _kind_of(error), f"{type(error).__name__}: {error}"
+        return kind_of(error), f"{type(error).__name__}: {error}"
     return ("right", "") if problem is None else ("wrong", problem)
 
 
-def _kind_of(error: Exception) -> str:
+def kind_of(error: Exception) -> str:
     """A refusal is an error of our classes, or raised by a line of ours; everything else escaped us."""
     if isinstance(error, MissingOpError):
         return "no rule"
@@ -172,14 +172,14 @@ def _kind_of(error: Exception) -> str:
 def _difference(got: Any, expected: Any, leaves: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> str | None:
     if got[1] != expected[1]:
         return f"the result has the structure {got[1]}, plain torch gives {expected[1]}"
-    problems = [_compare(f"output {i}", *pair) for i, pair in enumerate(zip(got[0], expected[0], strict=True))]
-    problems += [_compare(f"gradient {i}", *pair) for i, pair in enumerate(zip(got[2], expected[2], strict=True))]
+    problems = [compare(f"output {i}", *pair) for i, pair in enumerate(zip(got[0], expected[0], strict=True))]
+    problems += [compare(f"gradient {i}", *pair) for i, pair in enumerate(zip(got[2], expected[2], strict=True))]
     # Statistics may be updated, everything else must be as before.
-    problems += [_compare(f"input {i} after", *pair) for i, pair in enumerate(zip(leaves, plain, strict=True))]
+    problems += [compare(f"input {i} after", *pair) for i, pair in enumerate(zip(leaves, plain, strict=True))]
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _compare(label: str, got: Any, want: Any) -> str | None:
+def compare(label: str, got: Any, want: Any) -> str | None:
     if not isinstance(want, torch.Tensor):
         if label.startswith("gradient") and got is not None and not got.full_tensor().any():
             return None
@@ -208,7 +208,7 @@ def _close(got: complex, want: complex) -> bool:
     return cmath.isclose(got, want, rel_tol=TOLERANCE["rtol"]) or (got != got and want != want)
 
 
-def _check_that_all_are_here(mine: Verdict) -> None:
+def check_that_all_are_here(mine: Verdict) -> None:
     """Meet the other ranks after a case, in a group that no collective of the case uses.
 
     Raises:
