@@ -277,6 +277,25 @@ def test_plugin_cannot_take_the_name_of_a_command(site):
     assert "its command 'ops' is taken already" in output
 
 
+@pytest.mark.parametrize("command", ["plugins", "doctor"])
+def test_plugins_that_exit_or_whose_command_cannot_be_declared_are_shown(site, command):
+    site.install("exits", "raise SystemExit('no licence')")
+    site.install(
+        "undeclared",
+        """
+        def add_arguments(parser): raise SystemExit("no licence")
+        @hookimpl
+        def hyper_parallel_cli_commands(): return [Command("one", "", print), Command("two", "", print, add_arguments)]
+        """,
+    )
+    done = site.run("-m", "hyper_parallel", command, check=False)
+    assert done.returncode == (1 if command == "doctor" else 0)
+    assert done.stdout.count("SystemExit: no licence") >= 2
+    assert "exits" in done.stdout
+    assert "undeclared" in done.stdout
+    assert site.run("-m", "hyper_parallel", "one", check=False).returncode == 2
+
+
 def test_wrong_usage_ends_with_two(site):
     assert site.run("-m", "hyper_parallel", "no-such-command", check=False).returncode == 2
     assert site.run("-m", "hyper_parallel", check=False).returncode == 2

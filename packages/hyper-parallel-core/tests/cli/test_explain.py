@@ -108,6 +108,32 @@ def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
     )
 
 
+TWO_MESHES = """
+    import torch
+    from hyper_parallel import Partial, DTensor, Replicate, Shard, init_device_mesh
+
+    def work(mesh):
+        DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()]).exp()
+        DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0), Replicate()]).full_tensor()
+        DTensor.from_local(torch.ones(4, 4), mesh["fsdp"], [Shard(0)]).full_tensor()
+        DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()]).exp()
+"""
+
+
+@pytest.mark.parametrize("sizes", ["fsdp=2,tp=2", "tp=2,fsdp=2"])
+def test_axes_are_those_of_the_mesh_that_communicates(program, capsys, sizes):
+    program.write_text(textwrap.dedent(TWO_MESHES))
+    assert main(["explain", "--mesh", sizes, "program_of_a_test:work"]) == 0
+    shown = capsys.readouterr().out
+    assert f"layouts are written per mesh axis: {sizes.replace('=2', '').replace(',', ', ')}\n" in shown
+    assert "in    [4, 4] P(sum) on tp\n  move  P(sum) -> R on tp\n  comm  all_reduce 64 B over tp (2 ranks)" in shown
+    assert "  comm  all_gather 128 B over fsdp (2 ranks)" in shown or "over fsdp (2 ranks)" in shown
+    totals = [line.split() for line in shown.partition("COLLECTIVE")[2].splitlines()[1:]]
+    assert {(row[0], row[3]) for row in totals} == {("all_reduce", "tp"), ("all_gather", "fsdp")} | (
+        {("all_gather", "tp")} if sizes.startswith("tp") else set()
+    )
+
+
 def test_function_gets_the_mesh_and_equal_steps_can_be_shown_one_by_one(program, capsys):
     assert main(["explain", "--mesh", "a=4,b=8", "--all", "--json", "program_of_a_test:work"]) == 0
     content = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel import CommTrace, Layout, PackedShard, Partial, Replicate, Shard
+from hyper_parallel import CommTrace, Layout, PackedShard, Partial, Replicate, Shard, init_device_mesh
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.comm.reduce_ops import norm_op
 from hyper_parallel.sharding.placements import short
@@ -322,6 +322,18 @@ def test_event_tells_what_and_where():
     assert trace.counts == {"all_reduce": 1}
     assert trace.nbytes == 32
     assert "all_reduce" in str(trace)
+    assert event.axis_names == (event.mesh_axes[1],)
+
+
+@pytest.mark.ranks(4)
+def test_event_names_the_axes_of_its_own_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    with CommTrace() as trace:
+        for part, placements in ((mesh, [R, P]), (mesh["tp"], [P]), (mesh["fsdp"], [S0]), (mesh, [P, P])):
+            make(torch.zeros(4, 4), part, placements).redistribute(placements=[R] * part.ndim)
+    assert [e.axis_names for e in trace.events] == [("tp",), ("tp",), ("fsdp",), ("fsdp", "tp")]
+    assert [c.mesh_axes for c in trace.changes] == [("fsdp", "tp"), ("tp",), ("fsdp",), ("fsdp", "tp")]
+    assert [line.split()[2] for line in str(trace).splitlines()] == ["AXES", "tp", "tp", "fsdp", "fsdp,tp"]
 
 
 @pytest.mark.ranks(4)

@@ -110,6 +110,9 @@ def test_empty_table_is_no_mistake(read):
     assert read("") == []
 
 
+PARAMS = "add:\n  distributed_op_class: A\n  distributed_op_module: m\n  params:\n"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -137,10 +140,44 @@ def test_empty_table_is_no_mistake(read):
         ("add: {distributed_op_class: A, distributed_op_module: m}\n  sub: 3\n", "ops.yaml:2:"),
         ("add:\n\tdistributed_op_class: A\n", "ops.yaml:2:1: not YAML: found character"),
         ("__default__: {}\n__default__: {}\n", "duplicate key '__default__'"),
+        ("? [add, sub]\n: {distributed_op_class: A}\n", "ops.yaml:1:3: a key is text, not a list"),
+        ("add:\n  ? {a: b}\n  : A\n", "ops.yaml:2:5: a key is text, not a mapping"),
+        (f"{PARAMS}    x:\n      ? [1]\n      : 2\n", "ops.yaml:6:9: 'params' holds a value that is no plain data"),
+        (f"{PARAMS}    ok: 1\n    x: 2020-99-99\n", "ops.yaml:6:8: '2020-99-99' is not a date: month must be in"),
+        (f"{PARAMS}    x: [1, 2020-01-01T99:00:00]\n", "ops.yaml:5:12: '2020-01-01T99:00:00' is not a date"),
+        (f"{PARAMS}    x: {'9' * 5000}\n", "is not a number: Exceeds the limit"),
+        (f"{PARAMS}    x: !!int two\n", "ops.yaml:5:8: 'two' is not a number"),
+        (f"{PARAMS}    x: !!binary é\n", "ops.yaml:5:8: 'params' holds a value that is no plain data"),
+        (f"{PARAMS}    x: !!timestamp soon\n", "ops.yaml:5:8: 'soon' is not a date"),
+        (f"{PARAMS}    x: &a [1, *a]\n", "ops.yaml:5:8: an alias stands for a value that it is a part of"),
+        (f"{PARAMS}    x: &a {{y: {{z: *a}}}}\n", "ops.yaml:5:8: an alias stands for a value that it is a part of"),
+        ("add: &a\n  params: *a\n", "ops.yaml:1:6: an alias stands for a value that it is a part of"),
+        (f"{PARAMS}    x: *b\n", "ops.yaml:5:8: not YAML: found undefined alias"),
+        (f"{PARAMS}    x: {'[' * 60}{']' * 60}\n", "nested deeper than 50 levels"),
+        (f"{PARAMS}    x: {'[' * 9999}{']' * 9999}\n", "ops.yaml:5:"),
+        (f"{PARAMS}    x: a\x01\n", "ops.yaml:5:9: not YAML: control characters are not allowed: #x0001"),
     ],
 )
 def test_mistake_is_reported_with_line_and_column(problems, text, expected):
     assert expected in problems(text)[0]
+
+
+def test_aliases_that_stand_for_more_than_memory_holds_are_reported_at_once(problems):
+    layers = [f"    x{i + 1}: &x{i + 1} [{', '.join([f'*x{i}'] * 10)}]" for i in range(40)]
+    (problem,) = problems("\n".join([f"{PARAMS}    x0: &x0 [a]", *layers, ""]))
+    assert problem.startswith("ops.yaml:10:9: stands for more than 100000 values")
+
+
+def test_an_alias_that_stands_for_little_is_read(read):
+    (entry,) = read(f"{PARAMS}    x: &a [1, {{b: 2}}]\n    y: [*a, *a]\n")
+    assert entry.params == {"x": [1, {"b": 2}], "y": [[1, {"b": 2}]] * 2}
+
+
+@pytest.mark.parametrize("text", [b"add: 1\n# caf\xe9\n", "# ï\nadd: 1\n".encode("utf-16")])
+def test_file_that_is_not_utf_8_is_reported_with_line_and_column(tmp_path, text):
+    (tmp_path / "ops.yaml").write_bytes(text)
+    with pytest.raises(OpTableError, match=r"ops\.yaml:(2:6|1:1): not UTF-8: .*\n.*hint: save the file as UTF-8"):
+        OpTable.from_path(tmp_path / "ops.yaml").entries()
 
 
 def test_near_miss_is_suggested(problems):

@@ -37,6 +37,12 @@ def test_installed_plugin_is_found(site):
     ("source", "api", "status", "reason"),
     [
         ("raise OSError('no licence')", 1, "broken", "OSError: no licence"),
+        ("import sys; sys.exit()", 1, "broken", "SystemExit"),
+        ("import sys; sys.exit('no licence')", 1, "broken", "SystemExit: no licence"),
+        ("raise BaseException('odd')", 1, "broken", "BaseException: odd"),
+        ("@hookimpl\ndef hyper_parallel_op_tables(): raise SystemExit(3)", 1, "broken", "SystemExit: 3"),
+        ("@hookimpl\ndef hyper_parallel_register_ops(registry): raise SystemExit(3)", 1, "broken", "SystemExit: 3"),
+        ("@hookimpl\ndef hyper_parallel_public_names(): raise SystemExit(3)", 1, "broken", "SystemExit: 3"),
         ("import not_installed_anywhere", 1, "broken", "No module named 'not_installed_anywhere'"),
         ("", 2, "incompatible", "built for plugin API 2, this core speaks 1"),
         ("", None, "incompatible", "states no HYPER_PARALLEL_API"),
@@ -202,6 +208,43 @@ def test_failing_first_result_is_an_error_that_names_the_plugin(make_plugin):
     manager.register(make_plugin("@hookimpl\ndef hyper_parallel_sharding_plan(model): raise KeyError('q')"), "bad")
     with pytest.raises(PluginError, match=r"hyper_parallel_sharding_plan of plugin 'bad'.*KeyError: 'q'"):
         manager.first_result("hyper_parallel_sharding_plan", model=None, mesh=None)
+
+
+def test_plugin_that_exits_when_it_is_asked_is_an_error_that_names_it(make_plugin):
+    manager = PluginManager([], {})
+    manager.register(make_plugin("@hookimpl\ndef hyper_parallel_sharding_plan(model): raise SystemExit(3)"), "bad")
+    with pytest.raises(PluginError, match=r"hyper_parallel_sharding_plan of plugin 'bad'.*SystemExit: 3"):
+        manager.first_result("hyper_parallel_sharding_plan", model=None, mesh=None)
+
+
+def test_the_users_interrupt_is_no_fault_of_a_plugin(make_plugin):
+    manager = PluginManager([], {})
+    with pytest.raises(KeyboardInterrupt), manager.isolated(manager.register(make_plugin(""), "good")):
+        raise KeyboardInterrupt
+    assert [record.status for record in manager.records()] == ["ok"]
+
+
+def test_module_of_a_rule_or_of_a_public_name_that_exits_names_the_plugin(site):
+    names = "@hookimpl\ndef hyper_parallel_public_names(): return {'gadget': 'hp_bad.exits'}"
+    ops = "i0e: {distributed_op_module: hp_bad.exits, distributed_op_class: A}\n"
+    ops += "i1e: {distributed_op_file: exits, distributed_op_class: A}\n"
+    (site.install("bad", names, ops=ops) / "exits.py").write_text("raise SystemExit('no licence')")
+    code = """
+        import torch
+        import hyper_parallel
+        from hyper_parallel import PluginError
+        from hyper_parallel.registry.registry import default_registry
+        for use in (
+            lambda: default_registry().entries("i0e")[0].op,
+            lambda: default_registry().entries("i1e")[0].op,
+            lambda: hyper_parallel.gadget,
+        ):
+            try:
+                use()
+            except PluginError as error:
+                print(error.plugin, "no licence" in str(error))
+    """
+    assert site.python(code).stdout.splitlines() == ["bad True"] * 3
 
 
 def test_platforms(make_plugin):

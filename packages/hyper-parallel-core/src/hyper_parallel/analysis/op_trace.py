@@ -85,7 +85,8 @@ class OpTrace:
 
     Attributes:
         steps: what ran.
-        axis_names: names of the mesh axes, as far as seen.
+        axis_names: names of the mesh axes for which a layout is written; one on another mesh says so, as ``R on tp``.
+            Default: those of the first DTensor.
     """
 
     axis_names: tuple[str, ...] = ()
@@ -113,15 +114,15 @@ class OpTrace:
         inputs = list(_dtensors((args, kwargs)))
         if not inputs or (is_answered_by_core(func) and func not in _SHOWN):
             return func(*args, **kwargs)
-        self.axis_names = inputs[0].layout.mesh_dim_names
+        self.axis_names = self.axis_names or inputs[0].layout.mesh_dim_names
         self._note_between()
-        step = OpStep(short_name(func), user_line(), inputs=tuple(map(_shown, inputs)))
+        step = OpStep(short_name(func), user_line(), inputs=tuple(map(self._shown, inputs)))
         try:
             result = func(*args, **kwargs)
         except Exception as error:
             self.steps.append(self._with_communication(replace(step, error=f"{type(error).__name__}: {error}")))
             raise
-        outputs = tuple(map(_shown, _dtensors(result)))
+        outputs = tuple(map(self._shown, _dtensors(result)))
         self.steps.append(self._with_communication(replace(step, outputs=outputs)))
         return result
 
@@ -129,7 +130,7 @@ class OpTrace:
         events, changes = self._unread()
         return replace(
             step,
-            changes=tuple(change.change for change in changes if _matters(change)),
+            changes=tuple(map(self._change, filter(_matters, changes))),
             collectives=tuple(map(self._collective, events)),
         )
 
@@ -139,7 +140,7 @@ class OpTrace:
         for name, phase in ((BETWEEN, "forward"), (BACKWARD, "backward")):
             seen = [(c.where, c.phase) for c in changes] + [(e.where, e.phase) for e in events]
             for where in dict.fromkeys(where for where, its_phase in seen if its_phase == phase):
-                moved = tuple(c.change for c in changes if (c.where, c.phase) == (where, phase) and _matters(c))
+                moved = tuple(self._change(c) for c in changes if (c.where, c.phase) == (where, phase) and _matters(c))
                 sent = tuple(self._collective(e) for e in events if (e.where, e.phase) == (where, phase))
                 if moved or sent:
                     self.steps.append(OpStep(name, where, changes=moved, collectives=sent))
@@ -150,8 +151,19 @@ class OpTrace:
         return events, changes
 
     def _collective(self, event: CommEvent) -> Collective:
-        names = tuple(self.axis_names[a] if a < len(self.axis_names) else str(a) for a in event.axes)
-        return Collective(event.op, event.nbytes, names, event.ranks, event.change)
+        change = f"{event.change}{self._where(event.mesh_axes)}" if event.change else ""
+        return Collective(event.op, event.nbytes, event.axis_names, event.ranks, change)
+
+    def _change(self, change: LayoutChange) -> str:
+        return f"{change.change}{self._where(change.mesh_axes)}"
+
+    def _shown(self, tensor: DTensor) -> str:
+        layout = tensor.layout
+        return f"{list(tensor.shape)} {describe(layout)}{self._where(layout.mesh_dim_names)}"
+
+    def _where(self, mesh_axes: tuple[str, ...]) -> str:
+        """On which mesh a layout is, when it is not the one that the reader is told at the top."""
+        return f" on {','.join(mesh_axes)}" if mesh_axes and mesh_axes != self.axis_names else ""
 
 
 class _RecordingMode(TorchFunctionMode):
@@ -188,7 +200,3 @@ def _matters(change: LayoutChange) -> bool:
 
 def _dtensors(value: Any) -> Iterator[DTensor]:
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, DTensor))
-
-
-def _shown(tensor: DTensor) -> str:
-    return f"{list(tensor.shape)} {describe(tensor.layout)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hyper_parallel.cli import (
     coverage_command,
@@ -59,11 +59,19 @@ def _commands(manager: PluginManager) -> list[Command]:
         implementations = []
     for record, call in implementations:
         with manager.isolated(record):
-            for command in call():
-                if command.name in commands:
-                    raise PluginError(f"its command {command.name!r} is taken already", plugin=record.name)
-                commands[command.name] = command
+            commands |= _usable(call(), commands, record.name)
     return list(commands.values())
+
+
+def _usable(given: Iterable[Command], taken: Mapping[str, Command], plugin: str) -> dict[str, Command]:
+    """A plugin's commands by name, all of them or an error."""
+    usable: dict[str, Command] = {}
+    for command in given:
+        if command.name in taken or command.name in usable:
+            raise PluginError(f"its command {command.name!r} is taken already", plugin=plugin)
+        command.add_arguments(argparse.ArgumentParser())  # what fails here would otherwise end every command
+        usable[command.name] = command
+    return usable
 
 
 def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:

@@ -121,7 +121,8 @@ PLAIN = How()
 
 
 def _described(move: Redistribution, where: str | None, phase: str) -> AbstractContextManager[None]:
-    return comm_trace.described(f"{describe(move.src[0])} -> {describe(move.dst[0])}", where, phase)
+    src, dst = move.src[0], move.dst[0]
+    return comm_trace.described(f"{describe(src)} -> {describe(dst)}", where, phase, src.mesh_dim_names)
 
 
 def describe(layout: Layout) -> str:

@@ -39,7 +39,8 @@ class CommEvent:
     Attributes:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``scatter``, ``gather``.
         nbytes: size of the largest buffer that this rank passes to the call, in bytes.
-        axes: mesh axes of the group, by index.
+        axes: mesh axes of the group, by index in their mesh.
+        mesh_axes: names of all axes of that mesh, which is not the same for all events of a program.
         ranks: number of ranks in the group.
         change: the layout change, e.g. ``S(0) -> R``, or a description.
         where: ``file:line`` of the user's call; for a backward collective, of the forward call it belongs to.
@@ -49,10 +50,16 @@ class CommEvent:
     op: str
     nbytes: int
     axes: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
     ranks: int
     change: str
     where: str
     phase: str
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the mesh axes of the group."""
+        return tuple(self.mesh_axes[axis] for axis in self.axes)
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,13 @@ class LayoutChange:
         change: the layouts before and after, e.g. ``S(0) -> R``.
         where: ``file:line``, as in :class:`CommEvent`.
         phase: ``forward`` or ``backward``.
+        mesh_axes: names of the mesh axes for which the layouts give one placement each.
     """
 
     change: str
     where: str
     phase: str
+    mesh_axes: tuple[str, ...] = ()
 
 
 class CommTrace:
@@ -102,19 +111,21 @@ class CommTrace:
         _active.remove(self)
 
     def __str__(self) -> str:
-        rows = [("OP", "BYTES", "RANKS", "PHASE", "CHANGE", "WHERE")]
-        rows += [(e.op, str(e.nbytes), str(e.ranks), e.phase, e.change, e.where) for e in self.events]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[5]]) for r in rows)
+        rows = [("OP", "BYTES", "AXES", "RANKS", "PHASE", "CHANGE", "WHERE")]
+        rows += [
+            (e.op, str(e.nbytes), ",".join(e.axis_names), str(e.ranks), e.phase, e.change, e.where) for e in self.events
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[6]]) for r in rows)
 
 
 _active: Any = []  # of CommTrace
 
 
 class _Running:
-    """The redistribution that is running: change, where, phase."""
+    """The redistribution that is running."""
 
-    context: tuple[str, str, str] | None = None
+    context: LayoutChange | None = None
 
 
 _running: Any = _Running()
@@ -150,12 +161,14 @@ def user_line() -> str:
 
 
 @contextlib.contextmanager
-def described(change: str, where: str | None = None, phase: str = "forward") -> Iterator[None]:
-    """Say what the collectives inside are for."""
+def described(
+    change: str, where: str | None = None, phase: str = "forward", mesh_axes: tuple[str, ...] = ()
+) -> Iterator[None]:
+    """Say what the collectives inside are for: the parts of a :class:`LayoutChange`."""
     outer = getattr(_running, "context", None)
-    _running.context = (change, where or user_line(), phase)
+    _running.context = LayoutChange(change, where or user_line(), phase, mesh_axes)
     for trace in _active:
-        trace.changes.append(LayoutChange(*_running.context))
+        trace.changes.append(_running.context)
     try:
         yield
     finally:
@@ -164,9 +177,9 @@ def described(change: str, where: str | None = None, phase: str = "forward") -> 
 
 def record(op: str, tensor: torch.Tensor, group: AxisGroup) -> None:
     """Note one collective; called by :mod:`hyper_parallel.comm.primitives` only while tracing."""
-    change, where, phase = getattr(_running, "context", None) or ("", user_line(), "forward")
-    if in_backward():  # an operator's own
-        phase = "backward"
-    event = CommEvent(op, tensor.numel() * tensor.element_size(), group.axes, group.size, change, where, phase)
+    told = getattr(_running, "context", None) or LayoutChange("", user_line(), "forward")
+    phase = "backward" if in_backward() else told.phase  # an operator's own
+    nbytes = tensor.numel() * tensor.element_size()
+    event = CommEvent(op, nbytes, group.axes, group.mesh_axes, group.size, told.change, told.where, phase)
     for trace in _active:
         trace.events.append(event)

@@ -25,7 +25,7 @@ from hyper_parallel.plugins import environment, hookspecs
 from hyper_parallel.plugins.environment import PluginSettings
 from hyper_parallel.plugins.markers import API_VERSION, ENTRY_POINT_GROUP, PROJECT
 from hyper_parallel.plugins.platforms import CORE_PLATFORMS, Platform
-from hyper_parallel.plugins.record import PluginRecord, PublicName, Status, how_to_get
+from hyper_parallel.plugins.record import NOT_OURS, PluginRecord, PublicName, Status, how_to_get
 
 _PREFIX = "hyper_parallel_"
 
@@ -97,7 +97,9 @@ class PluginManager:
         for record, call in self.implementations(hook):
             try:
                 answer = call(**arguments)
-            except Exception as error:
+            except NOT_OURS:
+                raise
+            except BaseException as error:
                 raise PluginError(
                     f"{hook} of plugin {record.origin} raised {type(error).__name__}: {error}", plugin=record.name
                 ) from error
@@ -188,10 +190,13 @@ class PluginManager:
 
     @contextmanager
     def isolated(self, record: PluginRecord) -> Iterator[None]:
-        """Run code of a plugin: an exception leaves that plugin out (or, in strict mode, is raised)."""
+        """Run code of a plugin: an exception, ``sys.exit()`` too, leaves that plugin out (or, in strict mode, is
+        raised)."""
         try:
             yield
-        except Exception as error:
+        except NOT_OURS:
+            raise
+        except BaseException as error:
             self._leave_out(record, "broken", f"{type(error).__name__}: {error}", error)
 
     def _load_one(self, rivals: list[EntryPoint]) -> None:

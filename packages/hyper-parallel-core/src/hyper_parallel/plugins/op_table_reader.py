@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 DEFAULT = "__default__"
 GROUPS = "__groups__"
 
+MAX_DEPTH = 50
+MAX_VALUES = 100_000
+"""How deep the values of a table nest, and how many they are where each alias counts as what it stands for: a few lines
+of aliases of aliases stand for more than any memory holds."""
+
 _FIELDS = (
     "distributed_op_class",
     "distributed_op_module",
@@ -30,10 +35,16 @@ class TableReader:
 
     def __init__(self, table: OpTable) -> None:
         self._table = table
-        self._text = table.read()
-        self._lines = self._text.splitlines()
         self._problems: list[_TableProblem] = []
         self._first_line: dict[str, int] = {}
+        try:
+            self._text = table.read()
+        except UnicodeDecodeError as error:
+            self._text = ""
+            line, column = _position(error.object, error.start)
+            text = f"not UTF-8: {error.reason}, {error.object[error.start : error.start + 1]!r}"
+            self._problems.append(_TableProblem(line, column, text, "save the file as UTF-8"))
+        self._lines = self._text.splitlines()
 
     def entries(self) -> list[TableEntry]:
         import yaml
@@ -44,14 +55,26 @@ class TableReader:
         except yaml.MarkedYAMLError as error:
             self._report_syntax(error)
             root = None
-        except yaml.YAMLError as error:  # characters that no YAML file may hold; carries no mark
-            self._problems.append(_TableProblem(0, 0, str(error)))
+        except yaml.reader.ReaderError as error:  # characters that no YAML file may hold
+            line, column = _position(self._text.encode(), error.position)
+            self._problems.append(_TableProblem(line, column, f"not YAML: {error.reason}: #x{error.character:04x}"))
             root = None
-        found = self._table_entries(root) if root is not None else []
+        except RecursionError:  # of the loader without C
+            self._problems.append(_TableProblem(0, 0, f"nested deeper than {MAX_DEPTH} levels"))
+            root = None
+        found = self._table_entries(root) if root is not None and self._is_finite(root) else []
         if self._problems:
             messages = [self._message(problem) for problem in sorted(self._problems)]
             raise OpTableError("\n".join(messages), problems=messages)
         return found
+
+    def _is_finite(self, root: yaml.Node) -> bool:
+        """Whether the table can be read to its end; else it is a problem."""
+        try:
+            _count(root, {}, ())
+        except _EndlessError as error:
+            self._problem(error.node, str(error))
+        return not self._problems
 
     # ------------------------------------------------------------------ structure
 
@@ -163,13 +186,38 @@ class TableReader:
         for key, name, _ in self._mapping(node, "'params'"):
             if not name.isidentifier():
                 self._problem(key, f"{name!r} in 'params' cannot be an argument's name")
-        self._reject_duplicates_below(node)
+        before = len(self._problems)
+        self._check_values(node, set())
+        if len(self._problems) > before:
+            return None
         try:
             values = SafeConstructor().construct_object(node, deep=True)
         except ConstructorError as error:
-            self._problem(node, f"'params' holds a value that is no plain data: {error.problem}")
+            mark = error.problem_mark or node.start_mark
+            text = f"'params' holds a value that is no plain data: {error.problem}"
+            self._problems.append(_TableProblem(mark.line, mark.column, text))
             return None
         return values if isinstance(values, dict) else None
+
+    def _check_values(self, node: yaml.Node, seen: set[int]) -> None:
+        """Report equal keys, and what is no value of its type, such as a 40th of March, where it stands."""
+        import yaml
+        from yaml.constructor import SafeConstructor
+
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                SafeConstructor().construct_object(node)
+            except yaml.MarkedYAMLError as error:
+                self._problem(node, f"'params' holds a value that is no plain data: {error.problem}")
+            except Exception as error:  # whatever int(), float() or date() say to it
+                self._problem(node, f"{node.value!r} is not {_kind(node)}: {error}", "quote it, if the text is meant")
+        elif isinstance(node, yaml.MappingNode):
+            self._reject_duplicates(node, "'params'")
+        for child in _children(node):
+            self._check_values(child, seen)
 
     def _override(self, node: yaml.Node) -> bool | frozenset[str] | None:
         import yaml
@@ -205,19 +253,11 @@ class TableReader:
         """PyYAML keeps the last of two equal keys without a word."""
         first: dict[str, int] = {}
         for key, _ in node.value:
+            if not isinstance(key.value, str):  # a list or a mapping, which is reported elsewhere
+                continue
             if key.value in first and (unique is None or key.value in unique):
                 self._problem(key, f"duplicate key {key.value!r} in {what} (first given at line {first[key.value]})")
-            if isinstance(key.value, str):
-                first.setdefault(key.value, key.start_mark.line + 1)
-
-    def _reject_duplicates_below(self, node: yaml.Node) -> None:
-        import yaml
-
-        children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
-        for child in children if not isinstance(node, yaml.ScalarNode) else ():
-            if isinstance(child, yaml.MappingNode):
-                self._reject_duplicates(child, "'params'")
-            self._reject_duplicates_below(child)
+            first.setdefault(key.value, key.start_mark.line + 1)
 
     def _sequence(self, node: yaml.Node, rule: str) -> list[yaml.Node]:
         import yaml
@@ -263,6 +303,48 @@ class _TableProblem(NamedTuple):
     hint: str = ""
 
 
+class _EndlessError(Exception):
+    """A node that stands for more values than can be read."""
+
+    def __init__(self, node: yaml.Node, text: str) -> None:
+        super().__init__(text)
+        self.node = node
+
+
+def _count(node: yaml.Node, counts: dict[int, int], path: tuple[int, ...]) -> int:
+    """The number of values that a node stands for; ``counts`` has those of the nodes that were seen, ``path`` those
+    that it lies in.
+
+    Raises:
+        _EndlessError: it holds itself, or there are too many.
+    """
+    if id(node) in path:
+        raise _EndlessError(node, "an alias stands for a value that it is a part of")
+    if id(node) not in counts:
+        if len(path) > MAX_DEPTH:
+            raise _EndlessError(node, f"nested deeper than {MAX_DEPTH} levels")
+        total = 1 + sum(_count(child, counts, (*path, id(node))) for child in _children(node))
+        if total > MAX_VALUES:
+            raise _EndlessError(
+                node, f"stands for more than {MAX_VALUES} values, each alias counted as what it stands for"
+            )
+        counts[id(node)] = total
+    return counts[id(node)]
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    """The keys and values of a mapping, the items of a list."""
+    if isinstance(node.value, str):
+        return []
+    return [child for item in node.value for child in (item if isinstance(item, tuple) else (item,))]
+
+
+def _position(text: bytes, index: int) -> tuple[int, int]:
+    """Line and column of a byte, from 0."""
+    start = text.rfind(b"\n", 0, index) + 1
+    return text.count(b"\n", 0, index), len(text[start:index].decode(errors="replace"))
+
+
 def _kind(node: yaml.Node) -> str:
     tag = node.tag.rpartition(":")[2]
     return _KINDS.get(tag, f"a {tag}")
@@ -276,4 +358,6 @@ _KINDS = {
     "int": "a number",
     "float": "a number",
     "bool": "a yes/no value",
+    "timestamp": "a date",
+    "binary": "binary data",
 }

@@ -15,6 +15,10 @@ from hyper_parallel.errors import PluginError
 #: broken: something in it raised or is invalid.
 Status = Literal["ok", "blocked", "incompatible", "broken"]
 
+#: What passes through when a plugin's code runs: the user's interrupt, and how Python closes a generator. Anything else
+#: is that plugin's failure, ``sys.exit()`` too: a plugin does not decide when the program ends.
+NOT_OURS = (KeyboardInterrupt, GeneratorExit)
+
 
 @dataclass(eq=False)
 class PluginRecord:
@@ -86,5 +90,13 @@ class PublicName:
                 f"hyper_parallel.{self.name} is provided by several plugins: {given}\n"
                 f"  disable one: HYPER_PARALLEL_DISABLE_PLUGINS={sorted(self.targets)[-1]}"
             )
-        module, _, attribute = next(iter(self.targets.values())).partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        plugin, target = next(iter(self.targets.items()))
+        module, _, attribute = target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except SystemExit as error:
+            raise PluginError(
+                f"hyper_parallel.{self.name} of plugin {plugin!r}: {module} ends the program when it is imported "
+                f"(SystemExit: {error})",
+                plugin=plugin,
+            ) from error

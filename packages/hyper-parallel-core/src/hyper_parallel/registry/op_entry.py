@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hyper_parallel.errors import PluginError
 from hyper_parallel.plugins.op_table import TableEntry
+from hyper_parallel.plugins.record import NOT_OURS
 
 if TYPE_CHECKING:
     from hyper_parallel._rules.op import DistributedOp
@@ -73,7 +74,9 @@ class OpEntry:
                     made = self._make()
             except PluginError:
                 raise
-            except Exception as error:
+            except NOT_OURS:
+                raise
+            except BaseException as error:
                 raise self._fault(f"{self.class_path} cannot be made: {type(error).__name__}: {error}") from error
             if not isinstance(made, DistributedOp):
                 raise self._fault(f"{self.class_path} made {made!r}, which is no DistributedOp")
@@ -204,7 +207,9 @@ class OpEntry:
         place = entry.module or str(entry.file)
         try:
             module = importlib.import_module(entry.module) if entry.module else _import_file(entry.file)
-        except Exception as error:
+        except NOT_OURS:
+            raise
+        except BaseException as error:
             raise self._fault(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
         found = getattr(module, entry.class_name, None)
         if found is None:

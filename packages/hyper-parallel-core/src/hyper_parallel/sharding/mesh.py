@@ -25,14 +25,23 @@ class AxisGroup:
     """The ranks that differ from this one only along some mesh axes.
 
     Attributes:
+        axes: these axes, by index in their mesh.
+        mesh_axes: names of all axes of that mesh, so that the indices are never read as those of another.
         coordinates: mesh coordinate of each member, in the order of the group's ranks.
         rank: this process's index in the group.
     """
 
-    __slots__ = ("_group", "axes", "coordinates", "rank", "size")
+    __slots__ = ("_group", "axes", "coordinates", "mesh_axes", "rank", "size")
 
-    def __init__(self, axes: tuple[int, ...], group: Any, coordinates: list[tuple[int, ...]], rank: int) -> None:
-        self.axes, self.coordinates, self.rank = axes, coordinates, rank
+    def __init__(
+        self,
+        axes: tuple[int, ...],
+        mesh_axes: tuple[str, ...],
+        group: Any,
+        coordinates: list[tuple[int, ...]],
+        rank: int,
+    ) -> None:
+        self.axes, self.mesh_axes, self.coordinates, self.rank = axes, mesh_axes, coordinates, rank
         self.size = len(coordinates)
         self._group = weakref.ref(group)
 
@@ -129,7 +138,7 @@ class MeshInfo:
         ranks = dist.get_process_group_ranks(group)
         if sorted(ranks) != sorted(members):  # of another start of torch.distributed, found by the same name
             raise gone()
-        return AxisGroup(axes, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
+        return AxisGroup(axes, self.names, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
 
     def axes_beyond(self, other: MeshInfo) -> tuple[int, ...] | None:
         """Axes of this mesh that ``other`` lacks, when ``other`` is a sub-mesh of it (same names, same ranks); else

@@ -55,7 +55,11 @@ class SequencePieces:
     def _start(self, src: Layout, dst: Layout, local: torch.Tensor, width: int) -> PieceInFlight:
         shape = list(self.shape)
         shape[self.dim] = self.ranks * width
-        told = described(f"{describe(src)} -> {describe(dst)}") if is_tracing() else nullcontext()
+        told = (
+            described(f"{describe(src)} -> {describe(dst)}", mesh_axes=src.mesh_dim_names)
+            if is_tracing()
+            else nullcontext()
+        )
         with told:
             return PieceInFlight(plan_transition(src, dst, tuple(shape)).start(local))
 
