@@ -40,6 +40,7 @@ from hyper_parallel.tensor.in_place import (
     write,
     write_back,
 )
+from hyper_parallel.tensor.untraced import untraced
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
 from hyper_parallel.utils.function_names import aten_binding
@@ -206,7 +207,7 @@ def _write_another_way(rule: DispatchEntry, args: Sequence[Any], kwargs: Any) ->
     return write(target, value) if state.mode.policy == "auto" or fits_reduced(value, target) else None
 
 
-DTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
+DTensor.__torch_function__ = classmethod(untraced(torch_function))  # type: ignore[assignment]
 
 
 # -- finding the rule ---------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
-from hyper_parallel.tensor import autograd_bridge, torch_state_dicts
+from hyper_parallel.tensor import autograd_bridge, torch_state_dicts, untraced
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.from_local_checks import check_ranks_agree, check_replicas_agree, global_shape
 from hyper_parallel.tensor.wrapper import Wrapper, new_wrapper
@@ -479,5 +479,6 @@ _types_of_clipping.append(DTensor)
 
 
 torch_state_dicts.install()
+untraced.install(DTensor)
 
 from hyper_parallel.tensor import redistribute_cache as conversion  # noqa: E402 - it needs the class
