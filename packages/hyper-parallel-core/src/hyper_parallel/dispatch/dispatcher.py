@@ -169,6 +169,8 @@ def _run(
         before_write(args[0], counted=True)
     out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)
     if plan.is_new:
+        if out is NotImplemented:  # x == None: Python asks the other operand
+            return out
         out = finish(plan, out)
     spec = plan.spec
     if spec is None:
