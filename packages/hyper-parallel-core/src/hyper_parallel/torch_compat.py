@@ -55,8 +55,12 @@ __all__ = [
     "private_functions",
     "pytree",
     "queue_callback",
+    "refuse_graph",
     "root_of_mesh",
     "run_backward",
+    "show_dynamo",
+    "skip_frames",
+    "skip_package",
     "swap_tensor_impl",
     "threaded_groups",
     "will_run",
@@ -122,6 +126,31 @@ def group_count() -> int:
 def graph_break(reason: str) -> None:
     """End the graph that torch.compile traces here."""
     torch._dynamo.graph_break(msg=reason)
+
+
+def skip_frames(code: Any) -> None:
+    """Let Dynamo trace neither frames of a code object nor what they call; no cost where nothing is compiled."""
+    eval_frame: Any = _C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def skip_package(trace_rules: Any, name: str) -> None:
+    """Let Dynamo skip the files of a package, given its module ``torch._dynamo.trace_rules``."""
+    trace_rules.add(name)
+
+
+def show_dynamo(builder: Any, kind: type[Any], how: Callable[[Any, Any], Any]) -> None:
+    """Let Dynamo see values of a class by ``how(builder, value)``, given ``torch._dynamo.variables.builder``."""
+    for with_numpy in (False, True):
+        builder.VariableBuilder._type_dispatch_impl(with_numpy)[kind] = how
+
+
+def refuse_graph(kind: str, context: str, reason: str) -> None:
+    """Raise what Dynamo raises where it cannot go on in one graph."""
+    from torch._dynamo.exc import unimplemented  # Dynamo is there when it asks
+
+    unimplemented(gb_type=kind, context=context, explanation=reason, hints=[])
 
 
 def current_mesh() -> DeviceMesh:
@@ -218,6 +247,8 @@ CHANGES = (
     Change(
         "torch.utils._foreach_utils._foreach_supported_types", "gradient clipping would not choose its foreach form"
     ),
+    Change("torch._dynamo.trace_rules.SKIP_DIRS", "Dynamo would trace our code, and guard on nothing that changes"),
+    Change("torch._dynamo.variables.builder.VariableBuilder", "it could not say why a DTensor is in no graph"),
     Change("torch.distributed._state_dict_utils._gather_state_dict", _ISINSTANCE),
     Change("torch.distributed._state_dict_utils._distribute_state_dict", _ISINSTANCE),
     Change("torch.distributed._state_dict_utils._broadcast_state_dict", _ISINSTANCE),

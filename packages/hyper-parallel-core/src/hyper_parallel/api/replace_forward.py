@@ -8,11 +8,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from hyper_parallel import torch_compat
 from hyper_parallel.context import implicit_replication, state
+from hyper_parallel.tensor.untraced import untraced
 
 NOT_COMPILED = (
     "torch.compile cannot trace DTensors of hyper_parallel: a module whose parameters are spread runs as it is. "
@@ -27,19 +26,13 @@ def replicate_plain_inside(module: nn.Module) -> None:
         return
     function = forward_function(module)
 
-    def replicating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if state.mode.replicate_plain:
             return function(self, *args, **kwargs)
         with implicit_replication():
             return function(self, *args, **kwargs)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            torch_compat.graph_break(NOT_COMPILED)
-            return torch.compiler.disable(replicating, reason=NOT_COMPILED)(self, *args, **kwargs)
-        return replicating(self, *args, **kwargs)
-
-    functools.update_wrapper(forward, function)
+    untraced(functools.update_wrapper(forward, function), NOT_COMPILED)
     forward._replicates_plain = True  # type: ignore[attr-defined]
     set_forward(module, forward)
 

@@ -39,6 +39,7 @@ from hyper_parallel.tensor.in_place import (
     write,
     write_back,
 )
+from hyper_parallel.tensor.untraced import untraced
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
 from hyper_parallel.utils.function_names import aten_binding, name_of_served
@@ -167,6 +168,8 @@ def _run(
         before_write(args[0], counted=True)
     out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)
     if plan.is_new:
+        if out is NotImplemented:  # x == None: Python asks the other operand
+            return out
         out = finish(plan, out)
     spec = plan.spec
     if spec is None:
@@ -205,7 +208,7 @@ def _write_another_way(rule: DispatchEntry, args: Sequence[Any], kwargs: Any) ->
     return write(target, value) if state.mode.policy == "auto" or fits_reduced(value, target) else None
 
 
-DTensor.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
+DTensor.__torch_function__ = classmethod(untraced(torch_function))  # type: ignore[assignment]
 
 
 # -- finding the rule ---------------------------------------------------------------------------------------------

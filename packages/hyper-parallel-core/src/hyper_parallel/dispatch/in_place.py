@@ -23,6 +23,8 @@ def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kw
     before = local_args[0].requires_grad
     out = plan.call(*local_args, **local_kwargs)
     if plan.is_new:
+        if out is NotImplemented:  # x **= "a": Python asks the other operand
+            return out
         finish(plan, out)
     spec = plan.spec or plan.specs[0] if plan.specs else None
     if spec is not None and spec.varying != target._spec.varying:

@@ -54,7 +54,16 @@ def fits_reduced(value: DTensor, target: DTensor) -> bool:
 
 
 def write(target: DTensor, value: DTensor) -> DTensor:
-    """``copy_`` from any layout. Neither memory nor placements of the target change: it may have views, and be one."""
+    """``copy_`` from any layout. Neither memory nor placements of the target change: it may have views, and be one.
+
+    Raises:
+        RuntimeError: as PyTorch's in-place operators where the target's dtype cannot hold the result.
+    """
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(
+            f"result type {value.dtype} can't be cast to the desired output type {target.dtype}: an operator in place "
+            "keeps the dtype of the tensor that it writes"
+        )
     return target.copy_(value.redistribute(target.layout))  # type: ignore[return-value]
 
 

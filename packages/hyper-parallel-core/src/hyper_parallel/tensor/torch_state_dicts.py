@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.tensor import untraced
 from hyper_parallel.tensor.distribute import distribute_tensor, gather_to_first
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.torch_compat import change_torch
@@ -26,6 +27,7 @@ def install() -> None:
         "_broadcast_state_dict": _placing,
     }
     change_torch(DTensor, functions)
+    untraced.install(DTensor)
 
 
 def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
