@@ -435,9 +435,9 @@ class DTensor(Wrapper):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The dispatcher needs DTensor, so it is imported when the first operator is called, and then takes this place.
-        from hyper_parallel.dispatch.dispatcher import dispatch
+        import hyper_parallel.dispatch.dispatcher  # noqa: F401
 
-        return dispatch(func, args, kwargs)
+        return DTensor.__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
