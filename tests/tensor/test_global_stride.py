@@ -128,8 +128,9 @@ def test_casts_to_another_memory_order_copy_on_all_ranks(rows):
     """Also where a rank's piece, of one row or none, is in that order already."""
     value = torch.arange(rows * 12.0).view(rows, 3, 4).permute(0, 2, 1)
     x = make(value, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0), Shard(0)])
-    for copy in (x.to(torch.float32, memory_format=torch.contiguous_format), x.contiguous()):
+    for copy in (x.clone(memory_format=torch.contiguous_format), x.contiguous()):
         assert copy.is_contiguous()
+        assert copy.to_local().is_contiguous()
         torch.testing.assert_close(copy.full_tensor(), value)
         copy.zero_()
         torch.testing.assert_close(x.full_tensor(), value)

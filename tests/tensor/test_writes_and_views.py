@@ -467,3 +467,19 @@ def test_transforms_of_functions_say_what_to_use_instead():
     x = spread(leaf(4, 3).detach(), Shard(0), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(RuntimeError, match=r"torch\.func .torch\.autograd\.grad"):
         torch.func.grad(lambda t: (t * t).sum())(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_diagonal_by_einsum_is_a_view_or_refuses_the_write():
+    value = torch.arange(9.0).view(3, 3)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = make(value.clone(), mesh, [Replicate()])
+    torch.einsum("ii->i", whole).zero_()
+    assert whole.full_tensor().diagonal().tolist() == [0, 0, 0]
+    turned = make(value.clone(), mesh, [Shard(0)])
+    torch.einsum("ij->ji", turned).zero_()
+    assert not turned.full_tensor().any()
+    cut = make(value.clone(), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="einsum"):
+        torch.einsum("ii->i", cut).zero_()
+    torch.testing.assert_close(cut.full_tensor(), value)

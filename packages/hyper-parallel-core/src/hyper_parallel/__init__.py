@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from hyper_parallel.context import SkipDTensorDispatch as SkipDTensorDispatch
     from hyper_parallel.context import implicit_replication as implicit_replication
     from hyper_parallel.context import redistribute_policy as redistribute_policy
+    from hyper_parallel.dispatch.check_results import check_results as check_results
     from hyper_parallel.errors import CheckpointError as CheckpointError
     from hyper_parallel.errors import MissingOpError as MissingOpError
     from hyper_parallel.errors import MissingPluginError as MissingPluginError
     from hyper_parallel.errors import OpConflictError as OpConflictError
     from hyper_parallel.errors import PluginError as PluginError
     from hyper_parallel.errors import RedistributionError as RedistributionError
+    from hyper_parallel.errors import ResultCheckError as ResultCheckError
     from hyper_parallel.registry import get_distributed_op as get_distributed_op
     from hyper_parallel.registry import load_op_table as load_op_table
     from hyper_parallel.registry import register_distributed_op as register_distributed_op
@@ -81,6 +83,7 @@ __all__ = [
     "PluginError",
     "RedistributionError",
     "Replicate",
+    "ResultCheckError",
     "Shard",
     "ShardingPlan",
     "SkipDTensorDispatch",
@@ -90,6 +93,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "arange",
+    "check_results",
     "custom_shard",
     "distribute_module",
     "distribute_tensor",

@@ -23,6 +23,7 @@ _CORE = {
     "hyper_parallel.api.same_inputs": ("require_same_inputs",),
     "hyper_parallel.comm.trace": ("CommTrace",),
     "hyper_parallel.api.visualize": ("visualize",),
+    "hyper_parallel.dispatch.check_results": ("check_results",),
     "hyper_parallel.errors": (
         "CheckpointError",
         "MissingOpError",
@@ -30,6 +31,7 @@ _CORE = {
         "OpConflictError",
         "PluginError",
         "RedistributionError",
+        "ResultCheckError",
     ),
 }
 

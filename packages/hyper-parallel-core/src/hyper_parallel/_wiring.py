@@ -23,6 +23,11 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     return dispatch(func, args, kwargs)
 
 
+def load_dispatcher() -> None:
+    """tensor → dispatch: let the dispatcher take the place of ``DTensor.__torch_function__``."""
+    import hyper_parallel.dispatch.dispatcher  # noqa: F401
+
+
 def mesh_first_used(info: MeshInfo) -> None:
     """sharding → registry, tensor: compare the ranks' plugins before they communicate over a mesh, and make torch know
     DTensor (:mod:`hyper_parallel.torch_compat`).

@@ -98,6 +98,20 @@ class RedistributionError(ValueError):
         self.strategies = tuple(strategies)
 
 
+class ResultCheckError(RuntimeError):
+    """``check_results()`` found a DTensor that is not what it states.
+
+    Attributes:
+        op_name: the operator after which, or for which, it was found.
+        layouts: of the tensor at fault; for a remembered form, those of both.
+    """
+
+    def __init__(self, message: str, *, op_name: str, layouts: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.op_name = op_name
+        self.layouts = tuple(layouts)
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded; raised on every rank, with the same text.
 

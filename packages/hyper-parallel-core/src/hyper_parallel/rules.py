@@ -70,6 +70,7 @@ from hyper_parallel.sharding.spec import (
     make_spec,
     memory_order,
 )
+from hyper_parallel.sharding.stated import as_stated
 
 # DTensors from the inside
 from hyper_parallel.context import in_backward, state
@@ -146,6 +147,7 @@ __all__ = [
     "WholeDims",
     "as_layout",
     "as_parameter",
+    "as_stated",
     "before_write",
     "box",
     "broadcast_shape",

@@ -17,7 +17,8 @@ from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard
-from hyper_parallel.sharding.spec import make_spec, stride_like
+from hyper_parallel.sharding.spec import make_spec
+from hyper_parallel.sharding.stated import as_stated, stride_of_whole
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.tensor.redistribute_cache import remembered
 
@@ -187,9 +188,8 @@ class _CustomShard:
                 and any(axis in t._spec.varying for t in tensors)
                 and all(isinstance(t.placements[axis], Replicate) for t in tensors)
             )
-            wrapped.append(
-                wrap(value, make_spec(layout, shape, stride_like(value, shape, layout), value.dtype, varying))
-            )
+            spec = make_spec(layout, shape, stride_of_whole(value, shape, layout), value.dtype, varying)
+            wrapped.append(wrap(as_stated(value, spec), spec))
         return type(out)(wrapped) if many else wrapped[0]
 
     def _shape(self, index: int, local: torch.Tensor, layout: Layout, tensors: list[DTensor]) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ TRACEBACK_LINES = 4
 TORCH_TIMEOUT = 120.0
 """Seconds that ``import torch`` may take."""
 
-_VARIABLES = (ALLOW, DISABLE, PREFER, STRICT, TABLES_FOLDER)
+# The last one is that of dispatch.check_results, which imports torch.
+_VARIABLES = (ALLOW, DISABLE, PREFER, STRICT, TABLES_FOLDER, "HYPER_PARALLEL_CHECK")
 # Not ours, but the first things to know when a device is missing or a rank does not find the others.
 _OTHER_VARIABLES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -17,6 +17,7 @@ from hyper_parallel._rules.call import NeedsValue
 from hyper_parallel._rules.op import DistributedOp, FunctionOp
 from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.context import Mode, state
+from hyper_parallel.dispatch import check_results
 from hyper_parallel.dispatch.arguments import lifted, on_locals, with_value
 from hyper_parallel.dispatch.cache_key import scan
 from hyper_parallel.dispatch.cross_mesh import on_mesh
@@ -209,6 +210,7 @@ def _write_another_way(rule: DispatchEntry, args: Sequence[Any], kwargs: Any) ->
 
 
 DTensor.__torch_function__ = classmethod(untraced(torch_function))  # type: ignore[assignment]
+check_results.for_the_whole_program()
 
 
 # -- finding the rule ---------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from hyper_parallel.dispatch.cross_mesh import common_mesh
 from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate
-from hyper_parallel.sharding.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
+from hyper_parallel.sharding.spec import NOT_VARYING, Spec, make_spec, stride_like, tells_order
+from hyper_parallel.sharding.stated import as_stated
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.utils.structures import rebuilt
 
@@ -227,7 +228,7 @@ def _is_stride_of_meta(call: Call, solution: Solution) -> bool:
 
 
 def finish(plan: Plan, out: Any) -> Any:
-    """Complete a plan from its first result; the result, with its dims in the order that the specs say."""
+    """Complete a plan from its first result; the result, in memory as the specs say."""
     plan.is_new = False
     single = isinstance(out, torch.Tensor)
     outs = (out,) if single else tuple(out) if isinstance(out, (tuple, list)) else ()
@@ -261,12 +262,12 @@ def _ordering(
 
 
 def in_order_of(out: Any, specs: Sequence[Spec | None]) -> Any:
-    """Local results with their dims in memory as the specs say; ``out`` itself when they are."""
+    """Local results that lie in memory as the specs say; ``out`` itself when they do."""
     if isinstance(out, torch.Tensor):
-        return out if specs[0] is None else in_memory_order(out, specs[0].memory_order)
+        return out if specs[0] is None else as_stated(out, specs[0])
     if not isinstance(out, (tuple, list)):
         return out
-    ordered = [o if s is None else in_memory_order(o, s.memory_order) for o, s in zip(out, specs, strict=True)]
+    ordered = [o if s is None else as_stated(o, s) for o, s in zip(out, specs, strict=True)]
     return out if all(a is b for a, b in zip(ordered, out, strict=True)) else rebuilt(out, ordered)
 
 

@@ -28,7 +28,8 @@ from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
-from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
+from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, make_spec
+from hyper_parallel.sharding.stated import as_stated, stride_of_whole
 from hyper_parallel.tensor import autograd_bridge
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.from_local_checks import check_ranks_agree, check_replicas_agree, global_shape
@@ -91,7 +92,8 @@ class DTensor(Wrapper):
             placements: one per mesh axis.
             run_check: compare dtypes, shapes, and Replicate values, over the ranks (communicates).
             shape: global shape. Needed when the shards are uneven; by default every rank is taken to hold as much.
-            stride: global stride; by default laid out like the local tensor.
+            stride: global stride; by default laid out like the local tensor, gaps included, or contiguous where a
+                rank holds too little to tell. A local tensor that lies otherwise than its part of that is copied.
             grad_placements: placements of the local tensor's gradient. By default slices for Shard, the whole gradient
                 for Replicate and Partial. ``Partial`` where the value is Replicate: each rank gets its own term, and
                 the terms sum to the gradient.
@@ -119,14 +121,15 @@ class DTensor(Wrapper):
             )
         if run_check and not local_tensor.is_meta:
             check_replicas_agree(local_tensor, layout, shape)
-        full_stride = tuple(stride) if stride is not None else stride_like(local_tensor, shape, layout)
+        full_stride = tuple(stride) if stride is not None else stride_of_whole(local_tensor, shape, layout)
         gradient = gradient_layout(layout, NOT_VARYING, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and local_tensor.is_leaf:
             local_tensor = local_tensor.view_as(local_tensor)  # so that the DTensor is no leaf itself
         varying = NOT_VARYING if grad_placements is None else varying_axes(layout, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and grad_placements is not None:
             local_tensor = convert_gradient(local_tensor, dual(layout, varying), gradient, shape)
-        return wrap(local_tensor, make_spec(layout, shape, full_stride, local_tensor.dtype, varying))
+        spec = make_spec(layout, shape, full_stride, local_tensor.dtype, varying)
+        return wrap(as_stated(local_tensor, spec), spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece, connected to the autograd graph.
@@ -244,7 +247,11 @@ class DTensor(Wrapper):
         if local is None:
             return None
         if self._grad_wrapper is None or self._grad_wrapper._local is not local:
-            self._grad_wrapper = wrap(local, gradient_spec(self._spec, local.dtype))
+            stated = gradient_spec(self._spec, local.dtype)
+            fitting = as_stated(local, stated)
+            if fitting is not local:  # a retained gradient lies as it came
+                self._local.grad = fitting
+            self._grad_wrapper = wrap(fitting, stated)
         return self._grad_wrapper
 
     @grad.setter
@@ -413,7 +420,8 @@ class DTensor(Wrapper):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Until the dispatcher is loaded, which takes this place.
-        return _wiring.dispatch(func, args, kwargs)
+        _wiring.load_dispatcher()
+        return DTensor.__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -429,7 +437,8 @@ def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
 
 def wrap_gradient(grad: torch.Tensor, spec: Spec) -> DTensor:
     """A local gradient of a tensor with ``spec`` as a DTensor."""
-    return wrap(in_memory_order(grad, spec.memory_order), gradient_spec(spec, grad.dtype))
+    stated = gradient_spec(spec, grad.dtype)
+    return wrap(as_stated(grad, stated), stated)
 
 
 def _travelling_attributes(tensor: DTensor) -> dict[str, Any]:

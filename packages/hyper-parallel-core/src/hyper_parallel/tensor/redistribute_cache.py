@@ -7,8 +7,6 @@ redistributed from (:class:`Origin`; a gathered tensor that is used as varying h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hyper_parallel.comm.redistribute import PLAIN, How, Redistribution, move_of, moved, target_spec
@@ -31,7 +29,7 @@ def convert(tensor: DTensor, spec: Spec, how: How | None = None) -> DTensor:
     if origin is not None and old.layout is spec.layout and torch.is_grad_enabled() and origin.is_current(local):
         # Used as varying after a redistribution: one node from where it came from, with the value we have already.
         how = How(value=local.detach())
-        local, move = origin.local, move_of(origin.typed, (spec.layout, spec.varying), old.shape, old.memory_order)
+        local, move = origin.local, move_of(origin.move.src, (spec.layout, spec.varying), old.shape, old.memory_order)
     else:
         move = old.moves.get(spec) or _move_between(old, spec)
     local_result = moved(local, move, PLAIN if how is None else how)
@@ -39,7 +37,7 @@ def convert(tensor: DTensor, spec: Spec, how: How | None = None) -> DTensor:
     if how is not None and how.pending is not None:
         result._pending = InFlight(how.pending, result._pending)
     if move.src[0] is not move.dst[0] and local_result.requires_grad and (how is None or how.backward_dtype is None):
-        result._origin = Origin(local, move.src, local_result)
+        result._origin = Origin(local, move, local_result)
     return result
 
 
@@ -52,10 +50,10 @@ def _move_between(old: Spec, new: Spec) -> Redistribution:
 class Origin:
     """What a tensor was redistributed from: a later use as varying starts from there, unless one of the two changed."""
 
-    __slots__ = ("local", "typed", "versions")
+    __slots__ = ("local", "move", "versions")
 
-    def __init__(self, local: torch.Tensor, typed: Any, result: torch.Tensor) -> None:
-        self.local, self.typed = local, typed
+    def __init__(self, local: torch.Tensor, move: Redistribution, result: torch.Tensor) -> None:
+        self.local, self.move = local, move
         self.versions = (local._version, result._version)
 
     def is_current(self, result: torch.Tensor) -> bool:

@@ -16,8 +16,9 @@ from hyper_parallel.dispatch.dispatcher import cached_plans
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import short
-from hyper_parallel.sharding.spec import Spec, in_memory_order
+from hyper_parallel.sharding.stated import difference
 from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.testing.aliasing import Alias, aliases, wrong_aliases
 from hyper_parallel.testing.findings import Findings
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
 from hyper_parallel.testing.layouts import Case
@@ -57,14 +58,15 @@ class OpUnderTest:
 
 @dataclass
 class Expected:
-    """What one device gives: outputs (flattened), random gradients for them, the gradients of the inputs, and the
-    inputs after the call."""
+    """What one device gives: outputs (flattened), random gradients for them, the gradients of the inputs, the inputs
+    after the call, and what each output is to each input."""
 
     outputs: list[Any]
     structure: pytree.TreeSpec
     seeds: list[torch.Tensor | None]
     grads: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
+    aliases: list[list[Alias]]
 
 
 class CaseRunner:
@@ -130,6 +132,7 @@ class CaseRunner:
             seeds,
             _gradients(outputs, seeds, leaves),
             [leaf.detach() for leaf in leaves],
+            aliases(outputs, leaves),
         )
 
     # -- on the mesh ----------------------------------------------------------------------------------------------
@@ -179,6 +182,8 @@ class CaseRunner:
         if not fits:
             self.note(self.wrong_on_meta())
             return []
+        for text in wrong_aliases(outputs, leaves, self.expected.aliases):
+            self.note(text)
         specs = [o._spec if isinstance(o, DTensor) else None for o in outputs]
         if specs != like:
             self._check_gradients(outputs, leaves)
@@ -269,13 +274,9 @@ class CaseRunner:
     def _compare_values(self, label: str, got: DTensor, want: torch.Tensor) -> None:
         layout, local = got.layout, got._resolve().detach()
         shown = f"{label} ({','.join(map(short, layout.placements))})"
-        facts: dict[str, tuple[Any, Any]] = {
-            "shape of the local tensor": (tuple(local.shape), tuple(got._spec.local_shape)),
-            "dtype of the local tensor": (local.dtype, got.dtype),
-            # What is a view of the global tensor must be one of the piece.
-            "the order of the local tensor's dims as the stride says": (_lies_as_said(local, got._spec), True),
-        }
-        fits = self._same(shown, facts)
+        wrong = difference(local, got._spec)
+        self.note(None if wrong is None else f"{shown}: the local tensor has {wrong}")
+        fits = tuple(local.shape) == got._spec.local_shape and local.dtype is got.dtype
         # Comparing this rank's piece needs no communication, and finds replicas that differ.
         piece = piece_of(want, layout)
         shown += ", this rank's piece"
@@ -371,10 +372,6 @@ def _described(outputs: Sequence[Any] | None) -> str | None:
         return None
     tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-
-
-def _lies_as_said(local: torch.Tensor, spec: Spec) -> bool:
-    return spec.stride != spec.dense_stride or in_memory_order(local, spec.memory_order) is local
 
 
 def _has_grad(output: Any) -> bool:

@@ -9,8 +9,8 @@ ranks: layouts of every input (Replicate, every Shard, pending sums, both orders
 all combinations when few, otherwise drawn by hypothesis), each under the default policy (it must work, or be refused
 with the standard error) and under ``auto`` (it must work); gradients for all inputs or some, varying inputs, transposed
 memory; and, for a rule made of strategies, every strategy exactly as listed. Compared are values, gradients and their
-layouts, dtype, global and local shape, global stride and the order in memory, and whether a second call finds the first
-one's plan. What fails is shrunk to the smallest case that fails, and printed as a program.
+layouts, dtype, shape and strides, global and local, which results are inputs or share memory with them, and whether a
+second call finds the first one's plan. What fails is shrunk to the smallest case that fails, and printed as a program.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from hyper_parallel import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.rules import FunctionOp, OpSummary, casts_by_term, state, wrap
+from hyper_parallel.rules import FunctionOp, OpSummary, as_stated, casts_by_term, state, wrap
 
 
 class Cast(FunctionOp):
@@ -53,11 +53,20 @@ class Cast(FunctionOp):
             stride = spec.dense_stride
         else:
             # Whether it is a copy is decided for the whole, equally on all ranks: a piece of one element has any order.
-            if out is local and spec.meta.is_contiguous(memory_format=asked):
+            whole = spec.meta.to(spec.dtype, memory_format=asked)
+            if whole is spec.meta and not _is_copy(func, local, args, kwargs):
                 return tensor
+            stride = whole.stride() if whole is not spec.meta else torch.empty_like(whole, memory_format=asked).stride()
             out = out.clone() if out is local else out
-            stride = torch.empty_like(spec.meta, memory_format=asked).stride()
-        return wrap(out, spec.replace(dtype=out.dtype, stride=stride))
+        changed = spec.replace(dtype=out.dtype, stride=stride)
+        return wrap(out if stride == spec.stride else as_stated(out, changed), changed)
+
+
+def _is_copy(func: Callable[..., Any], local: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the call copies whatever the memory format: for another dtype or device, or because it is told to."""
+    stand_in = local.detach().new_empty(0)
+    rest = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    return func(stand_in, *args, **rest) is not stand_in
 
 
 def _without_other(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import Call, Ref
+from hyper_parallel._rules.call import Call, Ref, Solution
 from hyper_parallel._rules.families.exchange import indices_of
 from hyper_parallel._rules.families.held_indices import HeldIndices
 from hyper_parallel._rules.op import OpSummary
@@ -249,6 +249,13 @@ class Einsum(StrategyOp):
             for d, label in enumerate(labels):
                 if d != dims[i][label] and call.inputs[i].layout.shard_order[d]:
                     yield Strategy([S(d) if j == i else R for j in range(len(operands))], P)
+
+    def solve(self, call: Call) -> Solution:
+        solution = super().solve(call)
+        if len(call.inputs) == 1 and call.meta_result()._base is call.inputs[0].meta:
+            # Dims that only change places, or a diagonal: a view, unless the diagonal's parts had to be put together.
+            solution.is_view, solution.copies = True, solution.local is not None
+        return solution
 
     def local_function(
         self, call: Call, targets: Sequence[Layout], outputs: Sequence[Layout]
