@@ -1,43 +1,18 @@
-"""Operators that write their first argument: the DTensor keeps its identity and placements, and may turn varying."""
+"""What happens to a DTensor that is written: it keeps its identity, and may turn varying, reduced or its own view."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.dispatch.plan import Plan, finish
-from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.spec import dual
 from hyper_parallel.tensor import autograd_bridge
 from hyper_parallel.tensor.dtensor import DTensor
-from hyper_parallel.tensor.views import carry, refuse_lost_write, root_of
-
-
-def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-    """Write the target's local tensor; the target keeps its identity and placements, and may turn varying."""
-    target = args[0]
-    if isinstance(target, (list, tuple)):  # foreach and fused operators
-        for tensor in target:
-            before_write(tensor)
-        plan.call(*local_args, **local_kwargs)
-        return None
-    before_write(target, carried=True)
-    before = local_args[0].requires_grad
-    out = plan.call(*local_args, **local_kwargs)
-    if plan.is_new:
-        finish(plan, out)
-    spec = plan.spec or plan.specs[0] if plan.specs else None
-    if spec is not None and spec.varying != target._spec.varying:
-        _flag_varying(target, spec.varying)
-    if local_args[0].requires_grad and not before:
-        autograd_bridge.set_wrapper_requires_grad(target, True)
-    carry(root_of(target))
-    return target
+from hyper_parallel.tensor.views import refuse_lost_write, root_of
 
 
 def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
@@ -60,40 +35,6 @@ def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
     autograd_bridge.renew_wrapper(target, view._spec, view._local.device, view.requires_grad)
     target._local, target._spec, target._origin = view._local, view._spec, None
     return target
-
-
-def holds_any_value(layout: Layout) -> bool:
-    """Whether something is pending in which every value can be written, as terms: no norm is negative."""
-    kinds = {p.reduce_op for p in layout.placements if is_partial(p)}
-    return bool(kinds) and kinds <= {"sum", "avg", "max", "min"}
-
-
-def fits_reduced(value: DTensor, target: DTensor) -> bool:
-    """Whether a value comes to the target's layout without other communication than that its own pending reductions
-    are carried out."""
-    have, want = value.layout, target.layout
-    reduced = have.with_placements({a: want.placements[a] for a, p in enumerate(have.placements) if is_partial(p)})
-    return not plan_transition(reduced, want, tuple(target.shape)).communicates
-
-
-def write(target: DTensor, value: DTensor) -> DTensor:
-    """``copy_`` from any layout. Neither memory nor placements of the target change: it may have views, and be one."""
-    return target.copy_(value.redistribute(target.layout))  # type: ignore[return-value]
-
-
-def write_back(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int) -> DTensor:
-    """``inplace=True`` of a function whose first argument has to be redistributed: what is computed is copied back."""
-    given = [*args]
-    if len(given) > position:
-        given[position] = False
-    named = {name: value for name, value in kwargs.items() if name != "inplace"}
-    return write(args[0], func(*given, **named))
-
-
-def form_of(name: str) -> Callable[..., Any] | None:
-    """The out-of-place form of an in-place operator: ``clamp`` of ``clamp_``, ``__mul__`` of ``__imul__``."""
-    name = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
-    return getattr(torch.Tensor, name, None) or getattr(torch, name, None)
 
 
 def reduce_in_place(target: DTensor) -> bool:
@@ -146,7 +87,7 @@ def before_write(target: DTensor, carried: bool = False, counted: bool = False) 
         autograd_bridge.before_write(root)
 
 
-def _flag_varying(target: DTensor, varying: frozenset[int]) -> None:
+def flag_varying(target: DTensor, varying: frozenset[int]) -> None:
     """Views share one local gradient graph, so the whole family turns varying."""
     root = root_of(target)
     family = [root, *(view for ref in root._views if (view := ref()) is not None)]
@@ -176,5 +117,5 @@ def vary_in_place(target: DTensor, varying: frozenset[int]) -> DTensor:
     if root._resolve().requires_grad:
         layout = old.layout
         _VaryInPlace.apply(root._local, (layout, old.varying), (layout, old.varying | varying), tuple(old.shape))
-    _flag_varying(target, varying)
+    flag_varying(target, varying)
     return target
