@@ -1,4 +1,5 @@
-"""Plugins for tests: installed on a path of their own, or made in memory; and registries with tables of theirs."""
+"""What tests of core share: plugins installed on a path of their own or made in memory, registries with tables of
+theirs, and a mesh of ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ import types
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from hyper_parallel import init_device_mesh
 from hyper_parallel.plugins import PluginManager
 from hyper_parallel.plugins.op_table import OpTable
 from hyper_parallel.registry import Registry
+from hyper_parallel.torch_compat import fake_store
 
 sys.path.insert(0, str(Path(__file__).parent))  # makes rules_for_tests importable
 
@@ -111,3 +115,12 @@ def registry_with(table, make_plugin):
         return Registry(manager, environ or {})
 
     return make
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of 2 by 2 ranks of which this process is the first; collectives do nothing, so values are right only where
+    nothing is communicated."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=fake_store())
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    dist.destroy_process_group()

@@ -76,7 +76,7 @@ from hyper_parallel.sharding.stated import as_stated
 from hyper_parallel.context import in_backward, state
 from hyper_parallel.dispatch.arguments import replica_spec
 from hyper_parallel.dispatch.dispatcher import dispatch
-from hyper_parallel.dispatch.plan import vary_axes
+from hyper_parallel.dispatch.gradient_types import vary_axes
 from hyper_parallel.tensor.autograd_bridge import gradient_paths
 from hyper_parallel.tensor.distribute import as_parameter, replicate_rest
 from hyper_parallel.tensor.dtensor import wrap

@@ -16,7 +16,7 @@ from hyper_parallel.analysis.fake_world import fake_mesh
 from hyper_parallel.analysis.sample_calls import SampleCall, sample_calls
 from hyper_parallel.context import redistribute_policy
 from hyper_parallel.dispatch.arguments import make_call
-from hyper_parallel.dispatch.plan import DispatchEntry
+from hyper_parallel.dispatch.entry import DispatchEntry
 from hyper_parallel.registry.op_entry import OpEntry
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Placement, Replicate, is_replicate, is_shard, short

@@ -12,7 +12,7 @@ from torch import nn
 
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import varying_axes
-from hyper_parallel.dispatch.plan import vary_axes
+from hyper_parallel.dispatch.gradient_types import vary_axes
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh

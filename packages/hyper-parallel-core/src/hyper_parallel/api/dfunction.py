@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyper_parallel.dispatch.dispatcher import dispatch, register_function
+from hyper_parallel.dispatch.dispatcher import dispatch
+from hyper_parallel.dispatch.find_rule import register_function
 from hyper_parallel.sharding.placements import Placement
 from hyper_parallel.tensor.dtensor import DTensor
 

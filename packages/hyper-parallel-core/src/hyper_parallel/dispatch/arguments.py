@@ -18,7 +18,7 @@ from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.utils.structures import map_tensors, tensors_of
 
 if TYPE_CHECKING:
-    from hyper_parallel.dispatch.plan import DispatchEntry
+    from hyper_parallel.dispatch.entry import DispatchEntry
 
 
 def local_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

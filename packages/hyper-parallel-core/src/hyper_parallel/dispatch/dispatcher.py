@@ -2,7 +2,8 @@
 
 A warm call is one dictionary lookup: the key holds the specs of the DTensors (by identity), which of them need a
 gradient, and the other arguments. What it finds is a :class:`~hyper_parallel.dispatch.plan.Plan`: the function to run
-on the local tensors and the specs of what comes out.
+on the local tensors and the specs of what comes out. Where none is ready, the arguments are rewritten and looked up
+again (:class:`~hyper_parallel.dispatch.rewriting.Rewriting`).
 """
 
 from __future__ import annotations
@@ -13,40 +14,26 @@ from typing import Any
 
 import torch
 
-from hyper_parallel._rules.call import NeedsValue
-from hyper_parallel._rules.op import DistributedOp, FunctionOp
-from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.context import Mode, state
 from hyper_parallel.dispatch import check_results
-from hyper_parallel.dispatch.arguments import lifted, on_locals, with_value
+from hyper_parallel.dispatch.arguments import on_locals
 from hyper_parallel.dispatch.cache_key import scan
-from hyper_parallel.dispatch.cross_mesh import on_mesh
-from hyper_parallel.dispatch.in_place import run_inplace
-from hyper_parallel.dispatch.ops_without_rule import handler_of
-from hyper_parallel.dispatch.plan import DispatchEntry, Plan, finish, is_asked, make_plan, wrap_many
-from hyper_parallel.dispatch.redistribute_inputs import changed, with_reduced_forms
-from hyper_parallel.dispatch.three_phase_rules import ThreePhaseEntry
-from hyper_parallel.errors import MissingOpError, RedistributionError
-from hyper_parallel.registry.registry import LISTENERS, default_registry, get_distributed_op
+from hyper_parallel.dispatch.entry import DispatchEntry, is_asked
+from hyper_parallel.dispatch.find_rule import rule_of
+from hyper_parallel.dispatch.in_place import into_plain, run_inplace
+from hyper_parallel.dispatch.out_argument import into_out
+from hyper_parallel.dispatch.plan import Plan, finish, wrap_many
+from hyper_parallel.dispatch.rewriting import Rewriting
+from hyper_parallel.registry.registry import LISTENERS
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.dtensor import DTensor
-from hyper_parallel.tensor.in_place import (
-    become_view,
-    before_write,
-    fits_reduced,
-    form_of,
-    holds_any_value,
-    reduce_in_place,
-    write,
-    write_back,
-)
+from hyper_parallel.tensor.in_place import before_write
 from hyper_parallel.tensor.untraced import untraced
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
-from hyper_parallel.utils.function_names import aten_binding, name_of_served
-from hyper_parallel.utils.structures import tensors_of
+from hyper_parallel.utils.function_names import name_of_served
 
-__all__ = ["dispatch", "register_function"]
+__all__ = ["cached_plans", "dispatch", "forget_rules", "known_rule"]
 
 _grad_enabled = torch.is_grad_enabled
 _SETITEM = torch.Tensor.__setitem__
@@ -60,235 +47,100 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 def torch_function(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """``DTensor.__torch_function__``: what needs no plan goes its own way."""
-    rule = _rules.get(func)
+    rule: Any = _rules.get(func)
     if rule.__class__ is not DispatchEntry:
         if rule is None:
-            _find(func)
-            return dispatch(func, args, kwargs)
-        return rule(func, args, kwargs or {})
+            rule = _rules[func] = rule_of(func)
+        if rule.__class__ is not DispatchEntry:
+            return rule(func, args, kwargs or {})
     mode = state.mode
     if mode.skip:
         return on_locals(func, args, kwargs or {})
     if rule.inplace and isinstance(args[0], torch.Tensor):
         if args[0].__class__ is not DTensor:
-            return _into_plain(rule, args, kwargs or {})
+            return into_plain(rule, args, kwargs or {})
         if func is _SETITEM and isinstance(args[2], DTensor) and args[2]._copied_by is not None:
             target, index, value = args
-            return assign(target, index, value, partial(_call, rule, mode, args, kwargs, target))
+            return assign(target, index, value, partial(_call, rule, mode, args, kwargs))
     if kwargs and "out" in kwargs and name_of_served(func) is None:
         return into_out(func, args, kwargs)
-    return _call(rule, mode, args, kwargs, args[0] if args else None)
+    return _call(rule, mode, args, kwargs)
 
 
-def _call(
-    rule: DispatchEntry,
-    mode: Mode,
-    args: Sequence[Any],
-    kwargs: Any,
-    source: Any,
-    before: Plan | None = None,
-    copied: bool = False,
-) -> Any:
-    """Find the plan for these arguments, and run it; where it asks for other arguments, call again with those.
-
-    Args:
-        source: the first argument as the user gave it, of which the result may be a view.
-        before: the plan that changed the arguments to these; what it decided holds.
-        copied: whether that put a copy in the place of ``source``.
-    """
+def _call(rule: DispatchEntry, mode: Mode, args: Sequence[Any], kwargs: Any) -> Any:
+    """Rewrite the arguments until a plan fits them, run it on the local tensors, and wrap what comes out."""
     grad = _grad_enabled()
-    key: list[Any] = [grad, mode, before is None]
-    local_args: list[Any] = []
-    local_kwargs = kwargs
-    loose = scan(args, key, local_args, grad, rule.by_value)
-    if kwargs and not loose:
-        values: list[Any] = []
-        key.extend(kwargs)
-        loose = scan(kwargs.values(), key, values, grad, rule.by_value)
-        local_kwargs = dict(zip(kwargs, values, strict=False))
-    if loose:
-        return dispatch(rule.func, *lifted(rule.name, rule.op, args, kwargs or {}))
-    lookup = tuple(key)
-    plan = rule.cache.get(lookup)
-    if plan is None or not plan.ready:
-        read = rule.op.arguments.as_read(rule.func, args, kwargs) if plan is None and kwargs else None  # type: ignore[attr-defined]
-        if read is not None:
-            named_source = source if args else next(iter(read[0]), None)
-            return _call(rule, mode, read[0], read[1], named_source, before, copied)
-        writes = rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at)
-        if before is None and not writes and (rule.use_reduced if plan is None else plan.pending):
-            reduced = with_reduced_forms(args, kwargs or {})
-            if reduced is not None:
-                return _call(rule, mode, *reduced, source)
-        if plan is None:
-            try:
-                plan = make_plan(rule, args, kwargs or {}, None if before is None else before.solution)
-            except NeedsValue as need:
-                return _call(rule, mode, *with_value(args, kwargs or {}, need.index), source, before, copied)
-            except RedistributionError:
-                written = _write_another_way(rule, args, kwargs) if rule.inplace else None
-                if written is None:
-                    raise
-                return written
-            rule.remember(lookup, plan)
-        if plan.mesh is not None:
-            return _call(rule, mode, *on_mesh(args, kwargs or {}, plan.mesh), source, before, copied)
-        if plan.changes is not None:
-            if writes and any(index == 0 for index, _, _ in plan.changes):
-                return write_back(rule.func, args, kwargs or {}, rule.flag_at)  # type: ignore[arg-type]
-            args, kwargs = changed(args, kwargs or {}, plan, rule.inplace)
-            copied = copied or plan.is_view
-            if plan.then is None:
-                return _call(rule, mode, args, kwargs, source, plan, copied)
-            for place in plan.places or ():
-                if isinstance(place, str):
-                    local_kwargs[place] = kwargs[place]._resolve()
-                else:
-                    local_args[place] = args[place]._resolve()
-            plan = plan.then
-    if before is not None and before.places is not None and plan.ready:
-        before.then = plan  # found without a second look-up from now on
-    return _run(rule, plan, args, kwargs, local_args, local_kwargs, grad, source, copied)
-
-
-def _run(
-    rule: DispatchEntry,
-    plan: Plan,
-    args: Sequence[Any],
-    kwargs: Any,
-    local_args: list[Any],
-    local_kwargs: Any,
-    grad: bool,
-    source: Any,
-    copied: bool,
-) -> Any:
-    """Run a plan on the local tensors and wrap what comes out; ``source`` and ``copied`` as in :func:`_call`."""
+    rewriting: Rewriting | None = None
+    while True:
+        key: list[Any] = [grad, mode, rewriting is None or rewriting.before is None]
+        local_args: list[Any] = []
+        local_kwargs = kwargs
+        loose = scan(args, key, local_args, grad, rule.by_value)
+        if kwargs and not loose:
+            values: list[Any] = []
+            key.extend(kwargs)
+            loose = scan(kwargs.values(), key, values, grad, rule.by_value)
+            local_kwargs = dict(zip(kwargs, values, strict=False))
+        lookup = None if loose else tuple(key)
+        plan = rule.cache.get(lookup)
+        if plan is not None and plan.ready:
+            break
+        rewriting = rewriting or Rewriting(rule, args, kwargs)
+        plan = rewriting.step(plan, lookup, local_args, local_kwargs)
+        args, kwargs = rewriting.args, rewriting.kwargs
+        if plan is not None:
+            break
+        if rewriting.result is not None:
+            return rewriting.result
+    if rewriting is not None and rewriting.before is not None:
+        rewriting.found(plan)
     if plan.inplace:
         return run_inplace(plan, args, local_args, local_kwargs or {})
     if rule.flag_at is not None and is_asked(args, kwargs or {}, rule.flag_at):
         before_write(args[0], counted=True)
     out = plan.call(*local_args, **local_kwargs) if local_kwargs else plan.call(*local_args)
+    result = _wrapped(plan, out, args, local_args, grad)
+    if plan.is_view and not (args and result is args[0]):
+        _note_views(plan, result, args, kwargs, rewriting)
+    return result
+
+
+def _wrapped(plan: Plan, out: Any, args: Sequence[Any], local_args: list[Any], grad: bool) -> Any:
+    """The local result as DTensors."""
     if plan.is_new:
         if out is NotImplemented:  # x == None: Python asks the other operand
             return out
         out = finish(plan, out)
     spec = plan.spec
     if spec is None:
-        result = wrap_many(out, plan.specs)
-    else:
-        if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
-            return args[0]  # a cast or copy that was none, as in PyTorch; or inplace=True
-        if out.dtype is not spec.dtype:  # autocast chose another dtype
-            spec = spec.replace(dtype=out.dtype)
-        result = new_wrapper(DTensor, out, spec, out.requires_grad)
-        result._pending = None if grad else Marks.now
-    if plan.is_view:
-        views = result if spec is None else (result,)
-        if copied or plan.copies:
-            op: Any = rule.op
-            given = rule.func, (source, *args[1:]), kwargs or {}
-            note_copies(views, source, rule.name, partial(op.carry_write, *given) if op.carries_writes else None)
-        else:
-            for view in views:
-                note_view(view, source)
+        return wrap_many(out, plan.specs)
+    if local_args and out is local_args[0] and isinstance(args[0], DTensor) and spec is args[0]._spec:
+        return args[0]  # a cast or copy that was none, as in PyTorch; or inplace=True
+    if out.dtype is not spec.dtype:  # autocast chose another dtype
+        spec = spec.replace(dtype=out.dtype)
+    result = new_wrapper(DTensor, out, spec, out.requires_grad)
+    result._pending = None if grad else Marks.now
     return result
 
 
-def _write_another_way(rule: DispatchEntry, args: Sequence[Any], kwargs: Any) -> DTensor | None:
-    """An in-place operator whose target does not fit: what is pending in it is carried out, or else the value is
-    computed out of place and written as terms; None where neither is possible or allowed."""
-    target = args[0]
-    if state.mode.policy == "strict" or not isinstance(target, DTensor):
-        return None
-    if reduce_in_place(target):
-        return dispatch(rule.func, args, kwargs)
-    out_of_place = form_of(rule.name)
-    if out_of_place is None or not holds_any_value(target.layout):
-        return None
-    value = dispatch(out_of_place, args, kwargs)
-    return write(target, value) if state.mode.policy == "auto" or fits_reduced(value, target) else None
+def _note_views(plan: Plan, result: Any, args: Sequence[Any], kwargs: Any, rewriting: Rewriting | None) -> None:
+    """That results are views of the first argument as the user gave it, or copies in the place of views."""
+    views = result if plan.spec is None else (result,)
+    source = rewriting.source if rewriting is not None else args[0] if args else None
+    if plan.copies or (rewriting is not None and rewriting.copied):
+        write = plan.carry_write
+        given = (source, *args[1:]), kwargs or {}
+        note_copies(views, source, plan.name, None if write is None else partial(write, *given))
+        return
+    for view in views:
+        note_view(view, source)
 
 
 DTensor.__torch_function__ = classmethod(untraced(torch_function))  # type: ignore[assignment]
 check_results.for_the_whole_program()
 
 
-# -- finding the rule ---------------------------------------------------------------------------------------------
-
-
-def _find(func: Callable[..., Any]) -> Any:
-    """The rule or special handler of a function, remembered."""
-    registry = default_registry()
-    handler = handler_of(func)
-    if handler is not None:
-        _rules[func] = handler
-        return handler
-    if func in _named:
-        op_name, gradients = _named[func]
-        rule = _rules[func] = _rule(func, get_distributed_op(op_name), op_name)
-        rule.grad_placements = gradients
-        return rule
-    op, binding = registry.find(func), aten_binding(func)
-    if binding is not None and op is registry.find(binding) and (op is not None or handler_of(binding) is not None):
-        _rules[func] = _of_binding(func, binding)
-        return _rules[func]
-    if op is None:
-        raise MissingOpError(registry.missing_message(func), func=func)
-    if isinstance(op, FunctionOp):
-        _rules[func] = _of_function(op)
-    else:
-        rule = _rule(func, op, getattr(func, "__name__", None) or str(func))
-        in_place_view = rule.inplace and getattr(op, "makes_views", False) and not rule.name.startswith("__")
-        _rules[func] = _of_view(rule.name.removesuffix("_")) if in_place_view else rule
-    return _rules[func]
-
-
-def _rule(func: Callable[..., Any], op: DistributedOp, name: str) -> DispatchEntry:
-    return (DispatchEntry if isinstance(op, LayoutOp) else ThreePhaseEntry)(func, op, name)
-
-
-def _of_binding(func: Any, binding: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of an operator of ``torch.ops.aten``: the function that it is in PyTorch's Python layer."""
-    overload = func if hasattr(func, "_schema") else getattr(func, func.overloads()[0])
-    # The one default in which they differ: there a loss that is not told how to reduce does not.
-    arguments = overload._schema.arguments
-    defaults = {a.name: (at, a.default_value) for at, a in enumerate(arguments) if a.name == "reduction"}
-
-    def run(_: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        missing = {name: value for name, (at, value) in defaults.items() if len(args) <= at}
-        return dispatch(binding, args, missing | kwargs)
-
-    return run
-
-
-def _of_view(name: str) -> Callable[..., Any]:
-    """The handler of ``unsqueeze_`` and its like: the tensor becomes its own view."""
-    view_of = getattr(torch.Tensor, name)
-
-    def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return become_view(args[0], dispatch(view_of, args, kwargs), func.__name__)
-
-    return run
-
-
-def _of_function(op: FunctionOp) -> Callable[..., Any]:
-    def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if state.mode.skip:
-            return on_locals(func, args, kwargs)
-        if "out" in kwargs and not op.writes_out:
-            return into_out(func, args, kwargs)
-        return op.run(func, args, kwargs)
-
-    return run
-
-
-def register_function(func: Callable[..., Any], op_name: str, grad_placements: Any = None) -> Callable[..., Any]:
-    """Serve a function of local tensors by the op registered under a name; returns the key for :func:`dispatch`."""
-    _named[func] = (op_name, grad_placements)
-    return func
-
-
-_named: dict[Any, tuple[str, Any]] = {}
+# -- the rules found so far ---------------------------------------------------------------------------------------
 
 
 def known_rule(func: Callable[..., Any]) -> DispatchEntry | None:
@@ -308,54 +160,3 @@ def forget_rules() -> None:
 
 
 LISTENERS.append(forget_rules)
-
-
-def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The ``out=`` form: compute, then write into the given DTensors, whose layout stays."""
-    out = kwargs["out"]
-    given = {name: value for name, value in kwargs.items() if name != "out"}
-    if out is None:
-        return dispatch(func, args, given)
-    if not any(isinstance(t, DTensor) for t in tensors_of((list(args), given))):
-        raise TypeError(
-            f"{func.__name__}: out= is a DTensor and no input is one; make the inputs DTensors (distribute_tensor), or "
-            "copy_() the result into it"
-        )
-    if _grad_enabled() and any(t.requires_grad for t in tensors_of((args, kwargs))):
-        # As PyTorch says it.
-        raise RuntimeError(
-            "functions with out=... arguments don't support automatic differentiation, but one of the arguments "
-            "requires grad."
-        )
-    result = dispatch(func, args, given)
-    many = isinstance(out, (tuple, list))
-    for target, value in zip(out if many else (out,), result if many else (result,), strict=True):
-        if not isinstance(target, DTensor):
-            raise TypeError("out= must be a DTensor when an input is one")
-        if target.shape != value.shape:
-            raise ValueError(
-                f"out= has shape {tuple(target.shape)}, the result {tuple(value.shape)}; a DTensor is not resized"
-            )
-        if value.layout is not target.layout:
-            if state.mode.policy != "auto" and not value.layout.is_partial():
-                raise ValueError(
-                    f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them"
-                )
-            value = value.redistribute(target.layout)
-        before_write(target)
-        target._resolve().copy_(value._resolve())
-    return out
-
-
-def _into_plain(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An in-place operator on a plain tensor: right only while the result is equal on all ranks, gradient included."""
-    target = args[0]
-    new_args, new_kwargs = lifted(rule.name, rule.op, args, kwargs)
-    before = new_args[0]._spec
-    dispatch(rule.func, new_args, new_kwargs)
-    if new_args[0]._spec is not before:
-        raise TypeError(
-            f"{rule.name}: an in-place operator on a plain tensor with a DTensor that is sharded, pending or varying; "
-            "the plain tensor cannot hold the result. Make the target a DTensor"
-        )
-    return target

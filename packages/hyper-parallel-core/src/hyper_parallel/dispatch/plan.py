@@ -3,59 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from hyper_parallel._rules.call import Call, Ref, Solution, refuse
-from hyper_parallel._rules.op import DistributedOp
-from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.comm.planner import plan_transition
-from hyper_parallel.dispatch.arguments import make_call, make_call_of
+from hyper_parallel.dispatch.arguments import make_call
 from hyper_parallel.dispatch.cross_mesh import common_mesh
+from hyper_parallel.dispatch.entry import DispatchEntry
+from hyper_parallel.dispatch.gradient_types import entering_varying, output_varying
 from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.mesh import MeshInfo
-from hyper_parallel.sharding.placements import is_replicate
-from hyper_parallel.sharding.spec import NOT_VARYING, Spec, make_spec, stride_like, tells_order
+from hyper_parallel.sharding.spec import Spec, make_spec, stride_like, tells_order
 from hyper_parallel.sharding.stated import as_stated
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.utils.structures import rebuilt
 
-CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
-
-
-class DispatchEntry:
-    """One torch function and the rule that serves it, with the plans made so far."""
-
-    __slots__ = (
-        "by_value",
-        "cache",
-        "flag_at",
-        "func",
-        "grad_placements",
-        "inplace",
-        "name",
-        "op",
-        "use_reduced",
-    )
-
-    def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
-        self.func, self.op, self.name = func, op, name
-        generic = not isinstance(op, LayoutOp)
-        # 0: numbers do not matter; 1: ints do; 2: floats too.
-        self.by_value = 1 if generic else 2 if op.floats_matter else int(op.scalars_matter)  # type: ignore[attr-defined]
-        self.inplace = is_inplace(name)
-        self.flag_at = flag_position(func)
-        # A view must be of the tensor itself, so that writes reach it.
-        self.use_reduced = not self.inplace and not generic and not op.makes_views  # type: ignore[attr-defined]
-        self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
-        self.cache: dict[Any, Any] = {}
-
-    def remember(self, key: Any, plan: Any) -> None:
-        """Keep a plan for calls with this key."""
-        if len(self.cache) >= CACHE_LIMIT:
-            self.cache.clear()
-        self.cache[key] = plan
+Change = tuple[int, Layout, frozenset[int]]  # index of the input, the layout and the varying axes that it gets
 
 
 class Plan:
@@ -77,10 +43,13 @@ class Plan:
         ready: whether calls alike can be run as they are.
         may_turn: whether the memory order of results may change from call to call, though calls are alike.
         is_view, copies: as in :class:`~hyper_parallel._rules.call.Solution`.
+        name: of the function, where the results are views or copies.
+        carry_write: of the rule, for this function; None where writes to a copy are refused.
     """
 
     __slots__ = (
         "call",
+        "carry_write",
         "changes",
         "copies",
         "inplace",
@@ -88,6 +57,7 @@ class Plan:
         "is_view",
         "may_turn",
         "mesh",
+        "name",
         "pending",
         "places",
         "ready",
@@ -102,7 +72,7 @@ class Plan:
         self.call: Any = None
         self.spec: Spec | None = None
         self.specs: tuple[Spec | None, ...] = ()
-        self.changes: list[tuple[int, Layout, frozenset[int]]] | None = None
+        self.changes: list[Change] | None = None
         self.mesh: MeshInfo | None = None
         self.solution: Solution | None = None
         self.unfinished: list[Any] | None = None
@@ -115,25 +85,12 @@ class Plan:
         self.ready = False
         self.may_turn = False
         self.copies = False
+        self.name = ""
+        self.carry_write: Callable[..., None] | None = None
 
-
-def is_inplace(name: str) -> bool:
-    """Whether a torch function of this name writes its first argument: ``add_``, ``__iadd__``."""
-    if name.startswith("__"):
-        return (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")) or name == "__setitem__"
-    return name.endswith("_")
-
-
-def flag_position(func: Callable[..., Any]) -> int | None:
-    """Position of an ``inplace`` argument, as functions of ``torch.nn.functional`` have."""
-    code = getattr(func, "__code__", None)
-    names = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return names.index("inplace") if "inplace" in names else None
-
-
-def is_asked(args: Sequence[Any], kwargs: dict[str, Any], position: int) -> bool:
-    """Whether a call with an ``inplace`` argument is to write its first one."""
-    return bool(args[position] if len(args) > position else kwargs.get("inplace"))
+    def makes_memory(self) -> bool:
+        """Whether results have memory of their own, the order of whose dims the specs say."""
+        return not self.inplace and (self.copies or not self.is_view)
 
 
 def make_plan(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any], solution: Solution | None) -> Plan:
@@ -148,35 +105,40 @@ def make_plan(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any], 
     return _plan_of(rule, call, solution)
 
 
-def _check_strict(call: Call, index: int, target: Layout) -> None:
-    """Refuse communication under ``"strict"``, as rules by strategies do on their own and those by layouts do not."""
-    spec = call.inputs[index]
-    if call.mode.policy == "strict" and plan_transition(spec.layout, target, tuple(spec.shape)).communicates:
-        raise refuse(
-            call,
-            f"input {index} would have to become {target}",
-            f"redistribute it to {target} first, or use redistribute_policy('partial') or ('auto')",
-        )
+def changes_of(call: Call, solution: Solution, varying: Sequence[frozenset[int]]) -> list[Change]:
+    """What has to be done to the inputs, so that they have the solution's layouts and these varying axes."""
+    found = []
+    for index, (spec, target) in enumerate(zip(call.inputs, solution.targets, strict=True)):
+        if target is not spec.layout or varying[index] != spec.varying:
+            found.append((index, target, varying[index]))
+    return found
+
+
+def _check_allowed(rule: DispatchEntry, call: Call, changes: Sequence[Change]) -> None:
+    """Refuse another layout of what is written, and communication under ``"strict"``, as rules by strategies do on
+    their own and those by layouts do not."""
+    for index, target, _ in changes:
+        spec = call.inputs[index]
+        if rule.inplace and index == 0 and target is not spec.layout:
+            raise refuse(
+                call,
+                f"it writes its first argument, which would have to become {target}",
+                "redistribute that tensor before, or use the out-of-place form",
+            )
+        if call.mode.policy == "strict" and plan_transition(spec.layout, target, tuple(spec.shape)).communicates:
+            raise refuse(
+                call,
+                f"input {index} would have to become {target}",
+                f"redistribute it to {target} first, or use redistribute_policy('partial') or ('auto')",
+            )
 
 
 def _plan_of(rule: DispatchEntry, call: Call, solution: Solution) -> Plan:
     plan = Plan()
     plan.pending = rule.use_reduced and any(spec.layout.is_partial() for spec in call.inputs)
-    needed = needs_varying(call, solution)
-    changes = []
-    for index, (spec, target) in enumerate(zip(call.inputs, solution.targets, strict=True)):
-        kept = frozenset(a for a in spec.varying if is_replicate(target.placements[a]))
-        varying = kept | needed[index]
-        if target is not spec.layout or varying != spec.varying:
-            changes.append((index, target, varying))
-            if rule.inplace and index == 0 and target is not spec.layout:
-                raise refuse(
-                    call,
-                    f"it writes its first argument, which would have to become {target}",
-                    "redistribute that tensor before, or use the out-of-place form",
-                )
-            _check_strict(call, index, target)
+    changes = changes_of(call, solution, entering_varying(call, solution))
     if changes:
+        _check_allowed(rule, call, changes)
         plan.changes, plan.solution = changes, solution
         plan.places = None if rule.inplace else _places(call, [index for index, _, _ in changes])
         plan.is_view = (solution.is_view or solution.copies) and solution.targets[0] is not call.inputs[0].layout
@@ -185,7 +147,10 @@ def _plan_of(rule: DispatchEntry, call: Call, solution: Solution) -> Plan:
     plan.ready = not plan.pending
     plan.inplace = rule.inplace
     plan.is_view, plan.copies = solution.is_view or solution.copies, solution.copies
-    plan.may_turn = any(map(_is_one_of_several, call.inputs))
+    if plan.is_view:
+        op: Any = rule.op
+        plan.name, plan.carry_write = rule.name, partial(op.carry_write, rule.func) if op.carries_writes else None
+    plan.may_turn = plan.makes_memory() and any(map(_is_one_of_several, call.inputs))
     if solution.shapes is not None and not _is_stride_of_meta(call, solution):
         # Dtype and stride are those of the first result.
         layouts = [fit_rank(x, len(n)) for x, n in zip(solution.outputs, solution.shapes, strict=True) if x is not None]
@@ -202,7 +167,8 @@ def _plan_of(rule: DispatchEntry, call: Call, solution: Solution) -> Plan:
 def _is_one_of_several(spec: Spec) -> bool:
     """Whether this rank's piece has one element along a dim that is longer: the stride of such a dim is arbitrary, and
     some kernels (``einsum``, convolution) choose the order of their result by it."""
-    return any(mine == 1 != whole for mine, whole in zip(spec.local_shape, spec.shape, strict=True))
+    local = spec.local_shape
+    return 1 in local and any(mine == 1 != whole for mine, whole in zip(local, spec.shape, strict=True))
 
 
 def _places(call: Call, indices: Sequence[int]) -> list[int | str] | None:
@@ -240,7 +206,7 @@ def finish(plan: Plan, out: Any) -> Any:
         plan.unfinished = None
         if single:
             plan.spec = plan.specs[0]
-    if (plan.is_view and not plan.copies) or plan.inplace or not plan.specs:
+    if not plan.specs or not plan.makes_memory():
         return out
     ordered = in_order_of(out, plan.specs)
     if plan.may_turn or ordered is not out:  # what the kernel chose otherwise for the piece, it will again
@@ -271,37 +237,6 @@ def in_order_of(out: Any, specs: Sequence[Spec | None]) -> Any:
     return out if all(a is b for a, b in zip(ordered, out, strict=True)) else rebuilt(out, ordered)
 
 
-def needs_varying(call: Call, solution: Solution) -> list[frozenset[int]]:
-    """Per input the axes on which it must enter as varying: "the rule" of docs/gradient-types.md.
-
-    On an axis where a counted input is sharded, pending or varying, every rank computes its own part, so the gradient
-    of a Replicate input arrives in terms.
-    """
-    needed = [NOT_VARYING] * len(call.inputs)
-    if not any(call.needs_grad):
-        return needed
-    counted = [i for i in range(len(call.inputs)) if i not in solution.uncounted]
-    for axis in range(call.info.ndim):
-        active = any(
-            not is_replicate(solution.targets[i].placements[axis])
-            or (call.needs_grad[i] and axis in call.inputs[i].varying)
-            for i in counted
-        )
-        if not active:
-            continue
-        for i in counted:
-            if call.needs_grad[i] and not solution.is_invariant(axis, i):
-                if is_replicate(solution.targets[i].placements[axis]):
-                    needed[i] |= {axis}
-    return needed
-
-
-def vary_axes(tensors: Sequence[DTensor]) -> list[frozenset[int]]:
-    """The rule of :func:`needs_varying` for tensors that one local computation reads together."""
-    call = make_call_of(tensors)
-    return needs_varying(call, Solution([t.layout for t in tensors], []))
-
-
 def output_specs(rule: DispatchEntry, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
     """Specs of the outputs, their global shapes found by running the function on meta tensors."""
     result = call.meta_result(solution.meta)
@@ -320,23 +255,6 @@ def output_specs(rule: DispatchEntry, call: Call, solution: Solution) -> tuple[t
         specs.append(make_spec(layout, tuple(value.shape), value.stride(), value.dtype, varying))
         position += 1
     return tuple(specs), single
-
-
-def output_varying(call: Call, solution: Solution, layout: Layout, output: int) -> frozenset[int]:
-    """Axes on which a Replicate output is varying: those where all counted inputs are Replicate and one is varying."""
-    varying: set[int] = set()
-    if not any(spec.varying for spec in call.inputs):
-        return NOT_VARYING
-    for axis, placement in enumerate(layout.placements):
-        if not is_replicate(placement) or (solution.reduced and axis in solution.reduced[output]):
-            continue
-        counted = [
-            i for i in range(len(call.inputs)) if i not in solution.uncounted and not solution.is_invariant(axis, i)
-        ]
-        replicated = all(is_replicate(solution.targets[i].placements[axis]) for i in counted)
-        if replicated and any(call.needs_grad[i] and axis in call.inputs[i].varying for i in counted):
-            varying.add(axis)
-    return frozenset(varying)
 
 
 def wrap_many(out: Any, specs: tuple[Spec | None, ...]) -> Any:

@@ -11,22 +11,15 @@ from hyper_parallel._rules.call import Call, Solution, refuse
 from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.context import state
 from hyper_parallel.dispatch.arguments import lifted, make_call, on_locals
-from hyper_parallel.dispatch.cache_key import scan
+from hyper_parallel.dispatch.cache_key import ALL_BY_VALUE, scan
 from hyper_parallel.dispatch.cross_mesh import common_mesh, on_mesh
+from hyper_parallel.dispatch.entry import DispatchEntry
+from hyper_parallel.dispatch.gradient_types import entering_varying, output_varying
 from hyper_parallel.dispatch.in_place import run_inplace
-from hyper_parallel.dispatch.plan import (
-    DispatchEntry,
-    Plan,
-    in_order_of,
-    needs_varying,
-    output_specs,
-    output_varying,
-    wrap_many,
-    wrap_one,
-)
+from hyper_parallel.dispatch.plan import Plan, changes_of, in_order_of, output_specs, wrap_many, wrap_one
 from hyper_parallel.dispatch.redistribute_inputs import changed
 from hyper_parallel.sharding.layout import Layout, fit_rank
-from hyper_parallel.sharding.placements import Replicate, Shard, is_partial, is_replicate
+from hyper_parallel.sharding.placements import Replicate, Shard, is_partial
 from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like
 
 
@@ -41,30 +34,20 @@ class ThreePhaseEntry(DispatchEntry):
 
 
 def _three_phases(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Redistribute the inputs until they are as the operator wants them, run it, and wrap what comes out."""
     op = rule.op
     args, kwargs = lifted(rule.name, op, args, kwargs)
-    call = make_call(op, rule, tuple(args), kwargs)
-    mesh = common_mesh(call) if op.one_mesh else None
-    if mesh is not None:
-        return _three_phases(rule, *on_mesh(args, kwargs, mesh))
-    solution = Solution([spec.layout for spec in call.inputs], [])
-    if not op.allow_partial_inputs and state.mode.policy != "strict":
-        solution.targets = [
-            s.layout.with_placements({a: Replicate() for a, p in enumerate(s.layout.placements) if is_partial(p)})
-            for s in call.inputs
-        ]
-    local_args, local_kwargs, values = op.preprocess(args, kwargs)
-    parts: list[Any] = [torch.is_grad_enabled(), state.mode, *kwargs]
-    for given in (args, kwargs.values()):
-        scan(given, parts, [], torch.is_grad_enabled(), 2)
-    key = tuple(parts)
-    found = rule.cache.get(key)
-    if found is None:
-        found = _infer_generic(rule, call, solution, values)
-        rule.remember(key, found)
-    plan, result = found
-    if plan.changes is not None:
-        return _three_phases(rule, *changed(args, kwargs, plan, rule.inplace))
+    while True:
+        call = make_call(op, rule, tuple(args), kwargs)
+        mesh = common_mesh(call) if op.one_mesh else None
+        if mesh is not None:
+            args, kwargs = on_mesh(args, kwargs, mesh)
+            continue
+        local_args, local_kwargs, values = op.preprocess(args, kwargs)
+        plan, result = _plan_of(rule, call, args, kwargs, values)
+        if plan.changes is None:
+            break
+        args, kwargs = changed(args, kwargs, plan, rule.inplace)
     local = plan.call or op.get_expand_impl(rule.func, result, values) or rule.func
     if rule.inplace:
         running = Plan()
@@ -73,25 +56,50 @@ def _three_phases(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, An
     out = local(*local_args, **local_kwargs)
     if not plan.specs:
         plan.specs = _specs_from_local(rule, call, result[0], out)
-    out = in_order_of(out, plan.specs)
+    return _wrapped(in_order_of(out, plan.specs), plan.specs)
+
+
+def _wrapped(out: Any, specs: tuple[Spec | None, ...]) -> Any:
     if isinstance(out, (tuple, list)):
-        return wrap_many(out, plan.specs)
-    return wrap_one(out, plan.specs[0]) if plan.specs[0] is not None else out
+        return wrap_many(out, specs)
+    return wrap_one(out, specs[0]) if specs[0] is not None else out
+
+
+def _plan_of(
+    rule: DispatchEntry, call: Call, args: Sequence[Any], kwargs: dict[str, Any], values: Any
+) -> tuple[Plan, Any]:
+    """The plan for these arguments and what the operator inferred, both remembered."""
+    grad = torch.is_grad_enabled()
+    parts: list[Any] = [grad, state.mode, *kwargs]
+    for given in (args, kwargs.values()):
+        scan(given, parts, [], grad, ALL_BY_VALUE)
+    key = tuple(parts)
+    found = rule.cache.get(key)
+    if found is None:
+        found = _infer_generic(rule, call, _solution_of(rule, call), values)
+        rule.remember(key, found)
+    return found
+
+
+def _solution_of(rule: DispatchEntry, call: Call) -> Solution:
+    """The inputs as they are, their pending sums carried out where the operator does not take them."""
+    solution = Solution([spec.layout for spec in call.inputs], [])
+    if not rule.op.allow_partial_inputs and state.mode.policy != "strict":
+        solution.targets = [
+            s.layout.with_placements({a: Replicate() for a, p in enumerate(s.layout.placements) if is_partial(p)})
+            for s in call.inputs
+        ]
+    return solution
 
 
 def _infer_generic(rule: DispatchEntry, call: Call, solution: Solution, values: Any) -> tuple[Plan, Any]:
     plan = Plan()
-    needed = needs_varying(call, solution)
-    given = rule.grad_placements or ()
-    changes = []
-    for i, (s, t) in enumerate(zip(call.inputs, solution.targets, strict=True)):
-        varying = frozenset(a for a in s.varying if is_replicate(t.placements[a])) | needed[i]
-        if i < len(given) and given[i] is not None:
-            varying = varying_axes(t, given[i])  # the function's own word
-        changes.append((i, t, varying))
-    changes = [c for c in changes if c[1] is not call.inputs[c[0]].layout or c[2] != call.inputs[c[0]].varying]
-    if changes:
-        plan.changes = changes
+    varying = entering_varying(call, solution)
+    for i, (target, word) in enumerate(zip(solution.targets, rule.grad_placements or (), strict=False)):
+        if word is not None:
+            varying[i] = varying_axes(target, word)  # the function's own word
+    plan.changes = changes_of(call, solution, varying) or None
+    if plan.changes is not None:
         return plan, None
     outputs, extra = rule.op.infer(values)
     if not rule.op.allow_partial_inputs:

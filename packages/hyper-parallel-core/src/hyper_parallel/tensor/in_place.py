@@ -1,15 +1,13 @@
-"""Operators that write their first argument: the DTensor keeps its identity and placements, and may turn varying."""
+"""What happens to a DTensor that is written: it keeps its identity, and may turn varying, reduced or its own view."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.spec import dual
 from hyper_parallel.tensor import autograd_bridge
@@ -37,49 +35,6 @@ def become_view(target: DTensor, view: DTensor, name: str) -> DTensor:
     autograd_bridge.renew_wrapper(target, view._spec, view._local.device, view.requires_grad)
     target._local, target._spec, target._origin = view._local, view._spec, None
     return target
-
-
-def holds_any_value(layout: Layout) -> bool:
-    """Whether something is pending in which every value can be written, as terms: no norm is negative."""
-    kinds = {p.reduce_op for p in layout.placements if is_partial(p)}
-    return bool(kinds) and kinds <= {"sum", "avg", "max", "min"}
-
-
-def fits_reduced(value: DTensor, target: DTensor) -> bool:
-    """Whether a value comes to the target's layout without other communication than that its own pending reductions
-    are carried out."""
-    have, want = value.layout, target.layout
-    reduced = have.with_placements({a: want.placements[a] for a, p in enumerate(have.placements) if is_partial(p)})
-    return not plan_transition(reduced, want, tuple(target.shape)).communicates
-
-
-def write(target: DTensor, value: DTensor) -> DTensor:
-    """``copy_`` from any layout. Neither memory nor placements of the target change: it may have views, and be one.
-
-    Raises:
-        RuntimeError: as PyTorch's in-place operators where the target's dtype cannot hold the result.
-    """
-    if not torch.can_cast(value.dtype, target.dtype):
-        raise RuntimeError(
-            f"result type {value.dtype} can't be cast to the desired output type {target.dtype}: an operator in place "
-            "keeps the dtype of the tensor that it writes"
-        )
-    return target.copy_(value.redistribute(target.layout))  # type: ignore[return-value]
-
-
-def write_back(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int) -> DTensor:
-    """``inplace=True`` of a function whose first argument has to be redistributed: what is computed is copied back."""
-    given = [*args]
-    if len(given) > position:
-        given[position] = False
-    named = {name: value for name, value in kwargs.items() if name != "inplace"}
-    return write(args[0], func(*given, **named))
-
-
-def form_of(name: str) -> Callable[..., Any] | None:
-    """The out-of-place form of an in-place operator: ``clamp`` of ``clamp_``, ``__mul__`` of ``__imul__``."""
-    name = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
-    return getattr(torch.Tensor, name, None) or getattr(torch, name, None)
 
 
 def reduce_in_place(target: DTensor) -> bool:

@@ -27,7 +27,7 @@ def note_view(view: DTensor, base: Any) -> None:
     """Whose view a view is."""
     if not isinstance(base, DTensor):
         return
-    root = root_of(base)
+    root = base if base._base_dtensor is None else base._base_dtensor
     view._base_dtensor = root
     if len(root._views) % 64 == 0:  # a parameter is transposed again and again
         root._views = [other for other in root._views if other() is not None]
