@@ -5,7 +5,16 @@ import copy
 import pytest
 from model_steps import STEPS, VARIANTS, check_step
 
-from hyper_parallel import ShardingPlan, fully_shard, init_device_mesh, parallelize_module, shard_module
+from hyper_parallel import (
+    DTensor,
+    ShardingPlan,
+    check_results,
+    fully_shard,
+    init_device_mesh,
+    parallelize_module,
+    shard_module,
+)
+from hyper_parallel.rules import replicate_rest
 
 
 @pytest.mark.ranks(4, timeout=240)
@@ -32,3 +41,18 @@ def test_a_fully_sharded_model_with_its_own_plan_takes_a_batch_over_data_ranks(n
         fully_shard(layer, mesh=mesh["fsdp"])
     fully_shard(model, mesh=mesh["fsdp"])
     check_step(step, model, twin, mesh)
+
+
+@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v3"])
+def test_a_training_step_is_what_it_states_all_through(name):
+    """In check mode, with every parameter, buffer and input a DTensor."""
+    step = STEPS[name]
+    model = step.build()
+    twin = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard_module(model, mesh, ShardingPlan(plan=dict(step.plan)))
+    replicate_rest(model, mesh)
+    assert all(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers()))
+    with check_results():
+        check_step(step, model, twin, mesh)

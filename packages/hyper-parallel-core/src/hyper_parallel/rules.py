@@ -38,6 +38,7 @@ from hyper_parallel._rules.families.held_indices import (
     one_row_more,
     pending_lookup,
 )
+from hyper_parallel._rules.families.keeping import kept
 from hyper_parallel._rules.families.over_axes import OverAxes, global_indices
 from hyper_parallel._rules.families.overwriting import overwrite
 from hyper_parallel._rules.families.precision import LOW, casts_by_term, wide, wide_dtype
@@ -182,6 +183,7 @@ __all__ = [
     "is_tracing",
     "keep_range",
     "keeps_sums",
+    "kept",
     "length",
     "local_part",
     "local_shape",

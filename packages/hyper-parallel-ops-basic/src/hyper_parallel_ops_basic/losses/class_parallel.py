@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import Layout
-from hyper_parallel.rules import Intervals, OverAxes, dim_intervals, first_derivative_only, locate
+from hyper_parallel.rules import Intervals, OverAxes, dim_intervals, first_derivative_only, kept, locate
 from hyper_parallel_ops_basic.normalization.softmax import shifted
 
 
@@ -129,7 +129,7 @@ class _Terms(torch.autograd.Function):
         picked = pick(lower, dim, labels.place, labels.here)
         scores = score_sum(lower, dim, weight) if labels.smooth else None
         terms = exchanged(classes, labels, lower.exp_().sum(dim), picked, scores)
-        ctx.save_for_backward(x, top.squeeze(dim), terms[0], labels.place, labels.here, weight)
+        ctx.save_for_backward(kept(x), top.squeeze(dim), terms[0], labels.place, labels.here, weight)
         ctx.args = (dim, labels.smooth)
         ctx.mark_non_differentiable(*(t for t in terms[3:] if t is not None))
         return terms
@@ -228,7 +228,7 @@ class _SoftLosses(torch.autograd.Function):
         mass, dot = wanted.sum(dim), (wanted * lower).sum(dim)
         mass, dot, total = classes.over.sum(torch.stack([mass, dot, lower.exp_().sum(dim)]))
         lse = total.log_()
-        ctx.save_for_backward(x, target, weight, top.squeeze(dim), lse, mass.clone())
+        ctx.save_for_backward(kept(x), target, weight, top.squeeze(dim), lse, mass.clone())
         ctx.args = (classes, smoothing)
         return lse * mass - dot
 

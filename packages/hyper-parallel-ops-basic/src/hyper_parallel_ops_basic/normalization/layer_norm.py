@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import Layout, PackedShard, Placement, Strategy, StrategyOp
-from hyper_parallel.rules import Call, OpSummary, OverAxes, S, first_derivative_only, global_indices, wide
+from hyper_parallel.rules import Call, OpSummary, OverAxes, S, first_derivative_only, global_indices, kept, wide
 from hyper_parallel_ops_basic.values.autocast import widened
 
 
@@ -127,7 +127,7 @@ class Normalise(torch.autograd.Function):
             x = x - over.sum(x.sum(dims, keepdim=True)) / count
         scale = (over.sum(x.square().sum(dims, keepdim=True)) / count + eps).rsqrt()
         out = x * scale
-        ctx.save_for_backward(out, scale)
+        ctx.save_for_backward(kept(out), scale)
         ctx.args = (over, dims, count, centred)
         ctx.mark_non_differentiable(scale)
         return out, scale

@@ -64,6 +64,7 @@ class _ShardedTopK(torch.autograd.Function):
         values = _from_bits(bits, x.dtype)
         best = _ranked(values, indices < 0, largest)[..., :k]
         values, indices = values.gather(-1, best).movedim(-1, dim), indices.gather(-1, best).movedim(-1, dim)
+        values, indices = values.detach(), indices.detach()  # as a view that a Function returns cannot be written to
         ctx.save_for_backward(indices)
         ctx.mark_non_differentiable(indices)
         ctx.args = (over, shape, dim)

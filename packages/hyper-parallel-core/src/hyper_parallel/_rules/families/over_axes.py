@@ -58,10 +58,11 @@ class OverAxes:
         return transition(x, (self._whole, NOT_VARYING), (self._whole, frozenset(self.axes)), ())
 
     def settle(self, x: torch.Tensor) -> torch.Tensor:
-        """A varying ``x``, used on, from here, by all ranks alike: identity; its gradient counts once."""
+        """A varying ``x``, used on, from here, by all ranks alike: a copy; its gradient counts once."""
         if not self.axes:
             return x
-        return transition(x, (self._whole, frozenset(self.axes)), (self._whole, NOT_VARYING), ())
+        # As the view that a Function returns cannot be written to.
+        return transition(x, (self._whole, frozenset(self.axes)), (self._whole, NOT_VARYING), ()).clone()
 
     def extreme(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """The ``"max"`` or ``"min"`` over the ranks, NaN included; no gradient. One all-reduce."""
