@@ -40,6 +40,7 @@ from hyper_parallel.tensor.in_place import (
     write,
     write_back,
 )
+from hyper_parallel.tensor.raw_memory import refuse_memory
 from hyper_parallel.tensor.untraced import untraced
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
@@ -181,6 +182,7 @@ def _run(
         if out.dtype is not spec.dtype:  # autocast chose another dtype
             spec = spec.replace(dtype=out.dtype)
         result = new_wrapper(DTensor, out, spec, out.requires_grad)
+        refuse_memory(result)
         result._pending = None if grad else Marks.now
     if plan.is_view:
         views = result if spec is None else (result,)
@@ -338,7 +340,9 @@ def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         if value.layout is not target.layout:
             if state.mode.policy != "auto" and not value.layout.is_partial():
                 raise ValueError(
-                    f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them"
+                    f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them, "
+                    "or run inside `with hyper_parallel.redistribute_policy('auto'):` (torch.nn.utils' spectral_norm "
+                    "wants that around the call that adds it, and around each forward)"
                 )
             value = value.redistribute(target.layout)
         before_write(target)

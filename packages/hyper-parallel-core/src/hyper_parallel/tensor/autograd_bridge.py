@@ -16,6 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hyper_parallel.comm.redistribute import has_other_reductions
 from hyper_parallel.sharding.placements import is_partial
 from hyper_parallel.tensor.autograd_graph import joined, same_as
+from hyper_parallel.tensor.below_python import instead
+from hyper_parallel.tensor.raw_memory import inside_of, refuse_memory
 
 if TYPE_CHECKING:
     from hyper_parallel.comm.steps import Pending
@@ -92,6 +94,7 @@ def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device, requires_gr
         type(tensor), spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=requires_grad
     )
     try:
+        refuse_memory(fresh)
         # Not torch.utils.swap_tensors: it swaps the attributes too, and refuses tensors with weak references.
         torch._C._swap_tensor_impl(tensor, fresh)
     except RuntimeError as error:
@@ -319,7 +322,6 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
         with redistribute_policy("auto"):
             return dispatch(torch.add, args, {})
     raise RuntimeError(
-        f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. Call the operator "
-        "through torch (torch.*, Tensor methods, torch.ops.*) and outside of the transforms of torch.func "
-        "(torch.autograd.grad does what they do), or pass to_local() if the code is meant for this rank's piece"
+        f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. {instead()}"
+        + inside_of()
     )

@@ -1,7 +1,8 @@
 """Make ``StateDictOptions(full_state_dict=True)`` of ``torch.distributed.checkpoint.state_dict`` know our DTensors.
 
 PyTorch's helpers ask ``isinstance(value, torch.distributed.tensor.DTensor)`` and pass everything else through: a "full"
-state dict would silently hold shards. They have no hook to add a class, so three of their functions are wrapped.
+state dict would silently hold shards. They have no hook to add a class, so three of their functions are wrapped, and
+that by which ``async_save`` copies a tensor to the host. (Read in PyTorch 2.13.)
 :mod:`hyper_parallel.checkpoint` has the same helpers in bounded memory.
 """
 
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import _state_dict_utils
+
+from hyper_parallel.utils.import_hooks import when_imported
 
 if TYPE_CHECKING:
     from hyper_parallel.tensor.dtensor import DTensor
@@ -32,6 +35,26 @@ def install() -> None:
         setattr(_state_dict_utils, name, wrapped)
         if _USER in sys.modules:
             setattr(sys.modules[_USER], name, wrapped)
+    when_imported("torch.distributed.checkpoint._state_dict_stager", _stage_dtensors)
+
+
+def _stage_dtensors(module: Any) -> None:
+    """``async_save`` copies a state dict to the host first, tensor by tensor, by their memory."""
+    stager: Any = module.StateDictStager
+    offload = stager._offload_tensor
+
+    @functools.wraps(offload)
+    def offload_tensor(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
+        from hyper_parallel.tensor.dtensor import DTensor, wrap
+
+        if not isinstance(x, DTensor):
+            return offload(self, x, memo, non_blocking=non_blocking)
+        local = x._resolve().detach()
+        memo[id(x)] = staged = wrap(offload(self, local, memo, non_blocking=non_blocking), x._spec)
+        memo.setdefault(id(memo), []).append(local)  # as copy.deepcopy: what is known by its id has to live as long
+        return staged
+
+    stager._offload_tensor = offload_tensor
 
 
 def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
