@@ -61,6 +61,10 @@ def multiplies_what_does_not_fit():
     return left * right
 
 
+def asks_for_memory():
+    distribute_tensor(torch.ones(4, 2), mesh_of(), [Shard(0)]).untyped_storage()
+
+
 def writes_while_a_row_lives():
     x = distribute_tensor(torch.ones(4, 2), mesh_of(), [Shard(0)])
     row = x.select(0, 1)
@@ -110,6 +114,7 @@ ON_RANKS = {
     "Nothing is learned, or step() is refused": [steps_an_optimizer_from_before],
     "A plain tensor meets a DTensor": [mixes_plain_and_distributed],
     "A plain batch is refused": [gives_a_plain_batch],
+    "Code of another library refuses DTensors": [asks_for_memory],
     "The layouts do not fit an operator": [multiplies_what_does_not_fit],
     "A write in place is refused": [writes_while_a_row_lives, writes_to_windows],
     "The loss is wrong with tensor parallelism, and nothing raises": [gives_different_batches],

@@ -378,7 +378,7 @@ def test_data_shares_memory_and_can_be_replaced():
     assert torch.equal(x.detach().full_tensor(), 2 * whole(5))
     assert x._version == 0
     x.data = make(whole(5) + 1, mesh, [Replicate()])
-    assert x.placements == (Replicate(),)
+    assert x.placements == (Shard(0),)
     assert x.requires_grad
     assert torch.equal(x.detach().full_tensor(), whole(5) + 1)
     x.data = x.data.float()

@@ -12,9 +12,16 @@ import importlib, torch
 from torch.distributed.checkpoint import state_dict  # imports some of the functions by name
 from hyper_parallel.torch_compat import CHANGES
 def value(where):
-    module, _, name = where.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
-    if isinstance(found, type):  # Dynamo's view of types
+    parts = where.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+            break
+        except ImportError:
+            continue
+    for part in parts[length:]:
+        found = getattr(found, part)
+    if where.endswith(".VariableBuilder"):  # Dynamo's view of types
         return list(found._type_dispatch_impl(True))
     return list(found) if isinstance(found, (list, set)) else found
 before = [value(change.where) for change in CHANGES]

@@ -40,6 +40,11 @@ def double(*shape, seed=1):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+class OfPyTorchsKind(torchs.ParallelStyle):
+    def _apply(self, module, device_mesh):
+        return module
+
+
 @pytest.mark.ranks(2)
 def test_names_are_those_of_pytorch_and_of_the_rfc():
     from hyper_parallel.core import tensor_parallel
@@ -128,6 +133,7 @@ def test_what_is_refused():
     for given, said in {
         ColwiseParallel: r"the class ColwiseParallel; make a style of it: ColwiseParallel\(\)",
         torchs.ColwiseParallel(): "PyTorch's ColwiseParallel; import that of this library",
+        OfPyTorchsKind(): r"OfPyTorchsKind, a style of PyTorch's kind; derive it from hyper_parallel\.ParallelStyle",
     }.items():
         with pytest.raises(TypeError, match=f"for 'head' takes a ParallelStyle.*got {said}"):
             parallelize_module(model, tp_mesh(), {"head": given})

@@ -36,10 +36,10 @@ def mesh_first_used(info: MeshInfo) -> None:
         PluginError: when they differ.
     """
     from hyper_parallel.registry.fingerprint import check_same_plugins
-    from hyper_parallel.tensor import torch_state_dicts
+    from hyper_parallel.tensor import torch_changes
 
     check_same_plugins(info)
-    torch_state_dicts.install()
+    torch_changes.install()
 
 
 def op_constructed(op: DistributedOp) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "group_count",
     "has_compatible_copy_type",
     "keeps_graph",
+    "lazy_clone",
     "loss_reduction",
     "make_wrapper_subclass",
     "new_dtensor",
@@ -56,6 +57,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "refuse_graph",
+    "refuse_memory",
     "root_of_mesh",
     "run_backward",
     "show_dynamo",
@@ -92,8 +94,14 @@ current_task = _C._current_graph_task_id
 will_run = _C._will_engine_execute_node
 """Whether the backward that runs will reach an autograd node."""
 
+refuse_memory: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
+"""Let C++ code that asks a new tensor without data for its memory raise, where it would get a null pointer."""
+
 assert_async = torch._assert_async
 """Raise when a tensor is false: on accelerators later, without waiting."""
+
+lazy_clone: Callable[[torch.Tensor], torch.Tensor] = torch._lazy_clone
+"""A copy that is made when one of the two is written."""
 
 chunk_cat = torch._chunk_cat
 """Concatenate tensors chunk by chunk, as a reduce-scatter of several gradients wants them."""
@@ -247,6 +255,13 @@ CHANGES = (
     Change(
         "torch.utils._foreach_utils._foreach_supported_types", "gradient clipping would not choose its foreach form"
     ),
+    Change("torch.autograd.Function.__init_subclass__", "kernels of known packages would be given a DTensor"),
+    Change("torch.nn.RNNBase.flatten_parameters", "it asks sharded weights for their memory"),
+    Change("torch.utils.dlpack.to_dlpack", "it would hand out memory that a DTensor does not have"),
+    Change("torch.utils.swap_tensors", "it refuses tensors with weak references, which parameters have"),
+    Change("torch.testing._comparison.TensorLikePair._check_supported", "it does not know a DTensor's layout"),
+    Change("torch.testing._comparison.TensorLikePair._compare_values", "it would redistribute to say what differs"),
+    Change("torch.distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor", "it copies by memory"),
     Change("torch._dynamo.trace_rules.SKIP_DIRS", "Dynamo would trace our code, and guard on nothing that changes"),
     Change("torch._dynamo.variables.builder.VariableBuilder", "it could not say why a DTensor is in no graph"),
     Change("torch.distributed._state_dict_utils._gather_state_dict", _ISINSTANCE),
@@ -258,19 +273,13 @@ _STATE_DICT_USER = "torch.distributed.checkpoint.state_dict"  # which imports th
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-_changed: set[type[Any]] = set()
-
-
 def change_torch(kind: type[Any], state_dict_functions: Mapping[str, Wrap]) -> None:
-    """Make the changes; once for each class of DTensor.
+    """Make the changes that no other module wraps a function of its own for.
 
     Args:
         kind: the class that optimizers and gradient clipping treat as they do torch.Tensor.
         state_dict_functions: what each of the three functions of state dicts is wrapped in.
     """
-    if kind in _changed:
-        return
-    _changed.add(kind)
     _optimizer._foreach_supported_types.append(kind)  # type: ignore[arg-type]
     _foreach_utils._foreach_supported_types.append(kind)
     for name, wrap in state_dict_functions.items():

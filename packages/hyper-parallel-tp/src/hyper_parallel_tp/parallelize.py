@@ -170,8 +170,10 @@ def _no_plan(given: Any, name: str) -> TypeError:
     got, hint = type(given).__name__, ""
     if isinstance(given, type) and issubclass(given, ParallelStyle):
         got, hint = f"the class {given.__name__}", f"; make a style of it: {given.__name__}()"
-    elif isinstance(given, TorchStyle):
+    elif isinstance(given, TorchStyle) and type(given).__module__.startswith("torch."):
         got, hint = f"PyTorch's {got}", f"; import that of this library: from hyper_parallel import {got}"
+    elif isinstance(given, TorchStyle):
+        hint = ", a style of PyTorch's kind; derive it from hyper_parallel.ParallelStyle, and rename _apply to apply"
     elif isinstance(given, str):
         got, hint = f"the word {given!r}", _instead_of(given)
     return TypeError(

@@ -126,3 +126,24 @@ def test_memory_that_runs_out_in_late_adapters_is_no_fault_of_theirs():
     adapters[0].register_forward_pre_hook(run_out)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         adapted(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.ranks(2)
+def test_modules_to_save_under_the_models_own_plan():
+    """Refused with two ways out, and both work."""
+    model = language_model("Llama")
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    adapted = with_adapters(copy.deepcopy(plain), ["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(TypeError, match=r"(?s)got ModulesToSaveWrapper; .*target_modules instead; .*original_module"):
+        parallelize_module(adapted, mesh)
+
+    adapted = with_adapters(copy.deepcopy(plain), ["q_proj", "lm_head"])
+    parallelize_module(adapted, mesh)
+    check(adapted, with_adapters(copy.deepcopy(plain), ["q_proj", "lm_head"]), 2 * (1 + plain.config.num_hidden_layers))
+
+    adapted, twin = (with_adapters(copy.deepcopy(plain), ["q_proj"], modules_to_save=["lm_head"]) for _ in range(2))
+    head = ColwiseParallel(output_layouts=Replicate())
+    names = ("original_module", "modules_to_save.default")
+    parallelize_module(adapted, mesh, {f"base_model.model.lm_head.{name}": head for name in names})
+    check(adapted, twin, 2 * plain.config.num_hidden_layers + 1)

@@ -15,6 +15,7 @@ from hyper_parallel import (
     LocalCompute,
     NoParallel,
     PackedShard,
+    ParallelStyle,
     Partial,
     PrepareModuleInput,
     PrepareModuleOutput,
@@ -264,3 +265,17 @@ def test_layouts_that_are_no_placements():
 
 def test_a_style_shows_its_arguments():
     assert repr(SequenceParallel(sequence_dim=0)) == "SequenceParallel(sequence_dim=0, use_local_output=False)"
+
+
+def test_a_style_that_defines_the_method_of_pytorchs_styles():
+    with pytest.raises(TypeError, match=r"Mine defines _apply.*defines apply\(self, module, device_mesh\).*rename"):
+
+        class Mine(ParallelStyle):
+            def _apply(self, module, device_mesh):
+                return module
+
+    class Both(ColwiseParallel):  # a helper of its own is its own affair
+        def _apply(self):
+            return 1
+
+    assert Both()._apply() == 1

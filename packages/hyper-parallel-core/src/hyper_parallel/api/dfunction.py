@@ -23,6 +23,7 @@ import torch
 
 from hyper_parallel.dispatch.dispatcher import dispatch
 from hyper_parallel.dispatch.find_rule import register_function
+from hyper_parallel.errors import MissingOpError
 from hyper_parallel.sharding.placements import Placement
 from hyper_parallel.tensor.dtensor import DTensor
 
@@ -66,7 +67,22 @@ class DFunction(torch.autograd.Function):
             cls._plain_apply = register_function(  # type: ignore[attr-defined]
                 _plain(super().apply), cls._op_name, cls.grad_placements
             )
-        return dispatch(cls.__dict__["_plain_apply"], args, None)
+        try:
+            return dispatch(cls.__dict__["_plain_apply"], args, None)
+        except MissingOpError as error:
+            if error.op_name != cls._op_name:
+                raise
+            raise _without_op(cls, error) from None
+
+
+def _without_op(function: Any, error: MissingOpError) -> MissingOpError:
+    name = function._op_name
+    return MissingOpError(
+        f"{function.__name__}.apply got a DTensor, and no DistributedOp is registered under its _op_name {name!r}, to "
+        f"say how the outputs are laid out\n  construct one before the call, which registers it: YourOp({name!r}); or "
+        f"correct _op_name\n  {error}",
+        op_name=name,
+    )
 
 
 def _plain(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,11 @@ def _layout(device_mesh: Where, placements: Sequence[Placement] | None, ndim: in
     return as_layout(device_mesh, placements, ndim)
 
 
+def _check_strided(layout: torch.layout) -> None:
+    if layout != torch.strided:
+        raise ValueError(f"layout={layout}: a DTensor is always strided; its Layout goes to device_mesh=")
+
+
 def _finish(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool) -> DTensor:
     local.requires_grad_(requires_grad)
     return wrap(local, make_spec(layout, shape, contiguous_stride(shape), local.dtype))
@@ -60,33 +65,42 @@ def _local(
 def zeros(
     *size: Any,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Zeros of global shape ``size``; ``placements`` default to Replicate, and ``device_mesh`` may be a Layout."""
+    """Zeros of global shape ``size``; ``placements`` default to Replicate, and ``device_mesh`` may be a Layout.
+
+    ``layout`` is that of other libraries' code, and always ``torch.strided``.
+    """
+    _check_strided(layout)
     return _local(torch.zeros, _sizes(size), dtype, requires_grad, device_mesh, placements)
 
 
 def ones(
     *size: Any,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Ones of global shape ``size``; see :func:`zeros`."""
+    _check_strided(layout)
     return _local(torch.ones, _sizes(size), dtype, requires_grad, device_mesh, placements)
 
 
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Memory of global shape ``size`` as it comes; see :func:`zeros`."""
+    _check_strided(layout)
     return _local(torch.empty, _sizes(size), dtype, requires_grad, device_mesh, placements)
 
 
@@ -95,6 +109,7 @@ def full(
     fill_value: Any,
     *,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
@@ -104,20 +119,23 @@ def full(
     def make(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
         return torch.full(shape, fill_value, **options)
 
+    _check_strided(layout)
     return _local(make, tuple(size), dtype, requires_grad, device_mesh, placements)
 
 
 def arange(
     *bounds: Any,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """``torch.arange(start, end, step)`` on a mesh; see :func:`zeros`."""
-    layout = _layout(device_mesh, placements, 1)
-    whole = torch.arange(*bounds, dtype=dtype, device=layout.info.default_device())
-    return _sliced(whole, layout, requires_grad)
+    _check_strided(layout)
+    where = _layout(device_mesh, placements, 1)
+    whole = torch.arange(*bounds, dtype=dtype, device=where.info.default_device())
+    return _sliced(whole, where, requires_grad)
 
 
 def _sliced(whole: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor:
@@ -139,20 +157,24 @@ def _random(
 def rand(
     *size: Any,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Uniform in [0, 1): the values that one device with the same seed draws, for any layout; see :func:`zeros`."""
+    _check_strided(layout)
     return _random(torch.rand, size, dtype, requires_grad, device_mesh, placements)
 
 
 def randn(
     *size: Any,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Standard normal: the values that one device with the same seed draws, for any layout; see :func:`zeros`."""
+    _check_strided(layout)
     return _random(torch.randn, size, dtype, requires_grad, device_mesh, placements)

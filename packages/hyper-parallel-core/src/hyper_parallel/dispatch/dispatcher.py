@@ -28,6 +28,7 @@ from hyper_parallel.registry.registry import LISTENERS
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.in_place import before_write
+from hyper_parallel.tensor.raw_memory import refuse_memory
 from hyper_parallel.tensor.untraced import untraced
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
@@ -119,6 +120,7 @@ def _wrapped(plan: Plan, out: Any, args: Sequence[Any], local_args: list[Any], g
     if out.dtype is not spec.dtype:  # autocast chose another dtype
         spec = spec.replace(dtype=out.dtype)
     result = new_wrapper(DTensor, out, spec, out.requires_grad)
+    refuse_memory(result)
     result._pending = None if grad else Marks.now
     return result
 

@@ -10,10 +10,10 @@ import torch
 from hyper_parallel import torch_compat
 from hyper_parallel.context import state
 from hyper_parallel.dispatch.arguments import local_arguments, on_locals
-from hyper_parallel.errors import MissingOpError
 from hyper_parallel.tensor import autograd_bridge
 from hyper_parallel.tensor.distribute import distribute_tensor
 from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.raw_memory import refusal
 
 
 def _on_wrapper(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -77,13 +77,11 @@ def _without_memory(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     """A question about memory, which a DTensor has none of: its rank's piece has."""
     if state.mode.skip:
         return on_locals(func, args, kwargs)
-    raise MissingOpError(
-        f"{func.__name__}: a DTensor has no memory of its own, this rank's piece has: "
-        f"x.to_local().{func.__name__}(...)",
-        func=func,
-    )
+    name = getattr(func, "__name__", "")
+    raise refusal("__cuda_array_interface__" if name == "__get__" else f"{name}(...)")
 
 
+_SPECIAL[_Tensor.__cuda_array_interface__.__get__] = _without_memory
 _SPECIAL.update(
     dict.fromkeys(
         (

@@ -42,7 +42,9 @@ def into_out(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         if value.layout is not target.layout:
             if state.mode.policy != "auto" and not value.layout.is_partial():
                 raise ValueError(
-                    f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them"
+                    f"out= is laid out as {target.layout}, the result as {value.layout}; redistribute one of them, "
+                    "or run inside `with hyper_parallel.redistribute_policy('auto'):` (torch.nn.utils' spectral_norm "
+                    "wants that around the call that adds it, and around each forward)"
                 )
             value = value.redistribute(target.layout)
         before_write(target)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.errors import PluginError
+from hyper_parallel.registry.kernel_packages import refuse_kernels_without_rules
 from hyper_parallel.registry.registry import default_registry
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def check_same_plugins(info: MeshInfo) -> None:
     Raises:
         PluginError: when they differ, or cannot be loaded on some rank; the message lists what each rank has.
     """
+    refuse_kernels_without_rules()
     registry = default_registry()
     if info.coordinate is None or info.mesh.size() == 1 or dist.get_backend(info.group((0,)).group) == "fake":
         registry.entries()  # loads the rules: functions that do not reach DTensor by themselves are served from now on

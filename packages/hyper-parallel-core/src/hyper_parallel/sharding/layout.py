@@ -75,6 +75,9 @@ def device_type_of_backend() -> str:
 class Layout:
     """How a tensor lies on a device mesh.
 
+    To code that is written for any tensor it is ``torch.strided``, which every DTensor is: ``x.layout ==
+    torch.strided`` holds, and ``torch.empty_like(x, layout=x.layout)`` takes it. Its hash is its own.
+
     Three ways to make one::
 
         Layout.from_placements(mesh, [Shard(0), Replicate()], ndim=2)   # a placement per mesh axis
@@ -291,7 +294,7 @@ class Layout:
         )
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
+        if self is other or other is torch.strided:
             return True
         if not isinstance(other, Layout) or (self.placements, self.shard_order) != (
             other.placements,
@@ -306,6 +309,12 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A torch function that takes a ``torch.layout`` was given this."""
+        strided = [torch.strided if isinstance(a, Layout) else a for a in args]
+        return func(*strided, **{k: torch.strided if isinstance(v, Layout) else v for k, v in (kwargs or {}).items()})
 
     def __repr__(self) -> str:
         mesh = "x".join(f"{n}={s}" for n, s in zip(self.mesh_dim_names, self.mesh_shape, strict=True))

@@ -21,6 +21,8 @@ from hyper_parallel.sharding.placements import is_partial
 from hyper_parallel.sharding.spec import contiguous_stride, gradient_spec, make_spec
 from hyper_parallel.tensor import dtensor
 from hyper_parallel.tensor.autograd_graph import joined, same_as
+from hyper_parallel.tensor.below_python import instead
+from hyper_parallel.tensor.raw_memory import inside_of, refuse_memory
 
 if TYPE_CHECKING:
     from hyper_parallel.comm.steps import Pending
@@ -97,6 +99,7 @@ def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device, requires_gr
         type(tensor), spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=requires_grad
     )
     try:
+        refuse_memory(fresh)
         # Not torch.utils.swap_tensors: it swaps the attributes too, and refuses tensors with weak references.
         torch_compat.swap_tensor_impl(tensor, fresh)
     except RuntimeError as error:
@@ -308,7 +311,6 @@ def guard(func: Any, args: Any, kwargs: Any) -> Any:
         with redistribute_policy("auto"):
             return _wiring.dispatch(torch.add, args, {})
     raise RuntimeError(
-        f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. Call the operator "
-        "through torch (torch.*, Tensor methods, torch.ops.*) and outside of the transforms of torch.func "
-        "(torch.autograd.grad does what they do), or pass to_local() if the code is meant for this rank's piece"
+        f"{func} reached a DTensor below PyTorch's Python layer, where its layout is not known. {instead()}"
+        + inside_of()
     )

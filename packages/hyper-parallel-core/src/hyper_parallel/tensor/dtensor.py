@@ -30,9 +30,10 @@ from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, 
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, make_spec
 from hyper_parallel.sharding.stated import as_stated, stride_of_whole
-from hyper_parallel.tensor import autograd_bridge
+from hyper_parallel.tensor import autograd_bridge, raw_memory
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.from_local_checks import check_ranks_agree, check_replicas_agree, global_shape
+from hyper_parallel.tensor.raw_memory import refuse_memory
 from hyper_parallel.tensor.wrapper import Wrapper, new_wrapper
 
 __all__ = ["DTensor", "wrap"]
@@ -335,7 +336,7 @@ class DTensor(Wrapper):
 
     @property  # type: ignore[override]
     def data(self) -> DTensor:
-        """The same data without history, untracked."""
+        """The same data without history, untracked. What is assigned is laid out as this tensor is."""
         untracked = wrap(self._resolve().data, self._spec)
         untracked._tracked = self if self._tracked is None else self._tracked
         return self._shared(untracked)
@@ -346,12 +347,26 @@ class DTensor(Wrapper):
             raise TypeError(
                 f".data of a DTensor is set to a DTensor, got {type(value).__name__}; see distribute_tensor"
             )
+        value = self._laid_out(value)
         local, spec = self._resolve(), value._spec
         local.data = value._resolve().data
         self.forget_forms()
         if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
             autograd_bridge.renew_wrapper(self, spec, local.device, self.requires_grad)
         self._spec = spec
+
+    def _laid_out(self, value: DTensor) -> DTensor:
+        """``value`` in this tensor's layout."""
+        layout, given = self._spec.layout, value._spec.layout
+        if given is layout:
+            return value
+        if given.info is not layout.info or given.ndim != layout.ndim:
+            raise ValueError(
+                f".data of a DTensor keeps its layout: {layout} of {layout.ndim} dimensions, and the value is laid out "
+                f"as {given} of {given.ndim}. redistribute() the value to that mesh, or make a new parameter of it"
+            )
+        with torch.no_grad():
+            return conversion.convert(value.detach(), target_spec(value._spec, layout))
 
     def _shared(self, other: DTensor) -> DTensor:
         """``other``, which shares this tensor's memory; noted as a view where an in-place operator would part them."""
@@ -387,13 +402,11 @@ class DTensor(Wrapper):
         parts = (self._resolve().detach(), spec.layout, tuple(spec.shape), spec.stride, tuple(spec.varying))
         return (_rebuild_dtensor, (*parts, self.requires_grad, _travelling_attributes(self)))
 
-    # -- distributed checkpoint -----------------------------------------------------------------------------------
+    # -- memory, and the distributed checkpoint -------------------------------------------------------------------
 
     def data_ptr(self) -> int:
-        """0: a DTensor has no memory of its own (PyTorch's DTensor says so too; ``dcp.async_save`` copies what has 0
-        attribute by attribute). See ``to_local().data_ptr()``."""
-        self._resolve()
-        return 0
+        """Refused: a DTensor has no memory of its own. See ``to_local().data_ptr()``."""
+        raise raw_memory.refusal("data_ptr()")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return dcp_protocol.write_items(fqn, self)
@@ -431,6 +444,7 @@ class DTensor(Wrapper):
 def wrap(local: torch.Tensor, spec: Spec) -> DTensor:
     """A DTensor around ``local``; the caller vouches that it fits ``spec``."""
     result: DTensor = new_wrapper(DTensor, local, spec, local.requires_grad)
+    refuse_memory(result)
     result._pending = None if torch.is_grad_enabled() else Marks.now
     return result
 

@@ -1,7 +1,8 @@
 """Make ``StateDictOptions(full_state_dict=True)`` of ``torch.distributed.checkpoint.state_dict`` know our DTensors.
 
 PyTorch's helpers ask ``isinstance(value, torch.distributed.tensor.DTensor)`` and pass everything else through: a "full"
-state dict would silently hold shards. They have no hook to add a class, so three of their functions are wrapped.
+state dict would silently hold shards. They have no hook to add a class, so three of their functions are wrapped, and
+that by which ``async_save`` copies a tensor to the host. (Read in PyTorch 2.13.)
 :mod:`hyper_parallel.checkpoint` has the same helpers in bounded memory.
 """
 
@@ -13,21 +14,38 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.tensor import untraced
 from hyper_parallel.tensor.distribute import distribute_tensor, gather_to_first
-from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.torch_compat import change_torch
+from hyper_parallel.utils.import_hooks import when_imported
 
 
 def install() -> None:
-    """Wrap the functions, and let optimizers know the class; called when the first mesh is used."""
+    """Wrap the functions, where they are defined and where they were imported to."""
     functions = {
         "_gather_state_dict": _gathering,
         "_distribute_state_dict": _placing,
         "_broadcast_state_dict": _placing,
     }
     change_torch(DTensor, functions)
-    untraced.install(DTensor)
+    when_imported("torch.distributed.checkpoint._state_dict_stager", _stage_dtensors)
+
+
+def _stage_dtensors(module: Any) -> None:
+    """``async_save`` copies a state dict to the host first, tensor by tensor, by their memory."""
+    stager: Any = module.StateDictStager
+    offload = stager._offload_tensor
+
+    @functools.wraps(offload)
+    def offload_tensor(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return offload(self, x, memo, non_blocking=non_blocking)
+        local = x._resolve().detach()
+        memo[id(x)] = staged = wrap(offload(self, local, memo, non_blocking=non_blocking), x._spec)
+        memo.setdefault(id(memo), []).append(local)  # as copy.deepcopy: what is known by its id has to live as long
+        return staged
+
+    stager._offload_tensor = offload_tensor
 
 
 def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ class Wrapper(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """The :class:`Layout` (not ``torch.layout``: a DTensor is always strided)."""
+        """The :class:`Layout`, which equals ``torch.strided``, and is taken for it by functions that want one."""
         return self._spec.layout
 
     @property

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hyper_parallel import Layout, Partial, Replicate
-from hyper_parallel.rules import Call, LayoutOp, OpSummary, Solution, local_shape
+from hyper_parallel.rules import Call, LayoutOp, OpSummary, Solution, in_memory_order, local_shape, memory_order
 
 
 def settled(layout: Layout) -> Layout:
@@ -36,7 +38,7 @@ class Like(LayoutOp):
 
 
 class NewOfSize(LayoutOp):
-    """``x.new_zeros(*size)``, ``new_ones``, ``new_empty``, ``new_full(size, value)``."""
+    """``x.new_zeros(*size)``, ``new_ones``, ``new_empty``, ``new_full(size, value)``, ``new_empty_strided``."""
 
     summary = OpSummary(
         "like the model where it has its shape, else whole",
@@ -62,9 +64,28 @@ def _of_size(call: Call, sizes: tuple[int, ...]) -> Callable[..., Any] | None:
     if call.name == "new_full":
         return lambda x, size=None, fill_value=None, **kwargs: func(x, sizes, fill_value, **kwargs)
 
+    if call.name == "new_empty_strided":
+        return _strided(call, sizes)
+
     def make(x: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("size", None)
         return func(x, sizes, **kwargs)
+
+    return make
+
+
+def _strided(call: Call, sizes: tuple[int, ...]) -> Callable[..., Any]:
+    """``new_empty_strided``: the piece has its dims in memory in the order that the strides say."""
+    whole = call.meta_result()
+    order = memory_order(whole.stride())
+    if not torch.empty_like(whole).stride() == whole.stride():
+        raise ValueError(
+            f"new_empty_strided: strides {whole.stride()} of a DTensor of shape {tuple(whole.shape)} leave gaps or "
+            f"overlap, which its pieces cannot; without, in the same order: {torch.empty_like(whole).stride()}"
+        )
+
+    def make(x: Any, size: Any, stride: Any, **kwargs: Any) -> Any:
+        return in_memory_order(x.new_empty(sizes, **kwargs), order)
 
     return make
 

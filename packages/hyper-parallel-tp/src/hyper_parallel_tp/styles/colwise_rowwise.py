@@ -37,6 +37,16 @@ from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
+def _instead_of(module: nn.Module) -> str:
+    """What to name in a plan in the place of a module that is no linear layer."""
+    if not hasattr(module, "modules_to_save"):
+        return "name its linear layers in the plan"
+    return (
+        "peft's modules_to_save puts it around a layer and its copy. Put the layer into target_modules instead; or "
+        "name both in a plan of your own, as 'lm_head.original_module' and 'lm_head.modules_to_save.default'"
+    )
+
+
 class _ProjectionStyle(ParallelStyle):
     """What both styles share: an input layout, split parameters, an output layout."""
 
@@ -76,7 +86,7 @@ class _ProjectionStyle(ParallelStyle):
         if not isinstance(layer, (nn.Linear, nn.Embedding)):
             raise TypeError(
                 f"{type(self).__name__} splits nn.Linear and nn.Embedding (also inside a LoRA layer), got "
-                f"{type(module).__name__}; name its linear layers in the plan"
+                f"{type(module).__name__}; {_instead_of(module)}"
             )
         if self.overlap_pieces is not None and (layer is not module or not isinstance(layer, nn.Linear)):
             raise TypeError(

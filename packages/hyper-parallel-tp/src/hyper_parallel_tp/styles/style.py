@@ -27,6 +27,14 @@ class ParallelStyle(ABC):
 
     src_data_rank: int | None = 0
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_apply" in vars(cls) and cls.apply is ParallelStyle.apply:
+            raise TypeError(
+                f"{cls.__name__} defines _apply(module, device_mesh), as PyTorch's styles do; here a style defines "
+                "apply(self, module, device_mesh), which is public: rename it"
+            )
+
     @abstractmethod
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Parallelise ``module`` over a 1-D mesh, in place, and return it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hyper_parallel import torch_compat
+
 
 def kept(x: torch.Tensor) -> torch.Tensor:
     """The tensor as it is now, to be saved by a Function whose counterpart on one device saves something else.
@@ -13,4 +15,4 @@ def kept(x: torch.Tensor) -> torch.Tensor:
     devices where memory cannot be shared so, this is ``x``, and the write is refused.
     """
     shares = type(x) is torch.Tensor and x.device.type in ("cpu", "cuda")
-    return torch._lazy_clone(x) if shares else x
+    return torch_compat.lazy_clone(x) if shares else x
