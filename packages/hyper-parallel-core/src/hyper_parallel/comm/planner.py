@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.comm.rank_blocks import InCommon, coordinates_on, nested_shards, segments_in_common
 from hyper_parallel.comm.reduce_ops import norm_order
 from hyper_parallel.comm.steps import (
     AllGather,
@@ -22,7 +23,6 @@ from hyper_parallel.comm.steps import (
     KeepFirst,
     Pending,
     ReduceScatter,
-    Segments,
     SliceStep,
     Step,
     ZeroPad,
@@ -30,36 +30,9 @@ from hyper_parallel.comm.steps import (
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.mesh import AxisGroup
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate, is_partial, is_shard
-from hyper_parallel.sharding.shard_ranges import Box, Intervals, box, dim_intervals, length, split_intervals
+from hyper_parallel.sharding.shard_ranges import Intervals, box, dim_intervals, length, split_intervals
 
 __all__ = ["TransitionPlan", "plan_transition"]
-
-
-def _overlap(held: Intervals, wanted: Intervals) -> list[tuple[int, int, int]]:
-    """Common indices of two interval lists as (position in held, position in wanted, length), in global order."""
-    common = []
-    held_offset = 0
-    for a, b in held:
-        wanted_offset = 0
-        for c, d in wanted:
-            low, high = max(a, c), min(b, d)
-            if low < high:
-                common.append((low, held_offset + low - a, wanted_offset + low - c, high - low))
-            wanted_offset += d - c
-        held_offset += b - a
-    return [(h, w, n) for _, h, w, n in sorted(common)]
-
-
-def _block_overlap(held: Box, wanted: Box) -> tuple[tuple[Segments, ...], tuple[Segments, ...]] | None:
-    """The common block of two boxes in the local indices of either; None when they are disjoint."""
-    in_held, in_wanted = [], []
-    for h, w in zip(held, wanted, strict=True):
-        common = _overlap(h, w)
-        if not common:
-            return None
-        in_held.append(tuple((a, n) for a, _, n in common))
-        in_wanted.append(tuple((b, n) for _, b, n in common))
-    return tuple(in_held), tuple(in_wanted)
 
 
 # -- the planner --------------------------------------------------------------------------------------------------
@@ -155,10 +128,11 @@ class _Builder:
         nested = tuple(itertools.takewhile(lambda a: self.current.placements[a] == kind, rest))
         group = self.info.group(tuple(sorted(nested)))
         wants = [self.target.placements[a] for a in nested]
-        parts = [
-            self._pieces(dim, [(w, self.info.shape[a], c[a]) for w, a in zip(wants, nested, strict=True)])
-            for c in group.coordinates
-        ]
+        size = self._dim_length(dim)
+        shards = ((want, self.info.shape[a], range(self.info.shape[a])) for want, a in zip(wants, nested, strict=True))
+        held = nested_shards(((0, size),) if size else (), shards)
+        segments = {index: tuple((a, b - a) for a, b in intervals) for index, intervals in held.items()}
+        parts = [segments[index] for index in map(coordinates_on(nested), group.coordinates)]
         self.steps.append(ReduceScatter(group, kind.reduce_op, dim, parts))
         self.current = self.current.with_placements(dict(zip(nested, wants, strict=True)))
 
@@ -198,43 +172,46 @@ class _Builder:
             return
         changed = _changed_axes(current, goal)
         group = self.info.group(changed)
-        boxes = [box(current, self.shape, c) for c in group.coordinates]
         mine = box(goal, self.shape, self.here)
         shape = tuple(length(i) for i in mine)
+        columns = segments_in_common(current, self.shape, group, mine)
         only_removed = all(
             _starts_with(have, want, current, goal)
             for have, want in zip(current.shard_order, goal.shard_order, strict=True)
         )
         if only_removed:
-            blocks = []
-            for b in boxes:
-                overlap = [_overlap(h, w) for h, w in zip(b, mine, strict=True)]
-                blocks.append(tuple(tuple((w, n) for _, w, n in dim) for dim in overlap))
+            in_mine = [[() if common is None else common[1] for common in column] for column in columns]
+            blocks = list(zip(*in_mine, strict=True))
             self.steps.append(AllGather(group, shape, blocks))
         else:
-            self.steps.append(self._exchange(group, boxes, shape, goal))
+            self.steps.append(self._exchange(group, columns, shape, goal))
         self.current = goal
 
-    def _exchange(self, group: AxisGroup, boxes: list[Box], shape: tuple[int, ...], goal: Layout) -> AllToAll:
-        holders: dict[Box, list[int]] = {}
-        for member, b in enumerate(boxes):
-            holders.setdefault(b, []).append(member)
-        goals = [box(goal, self.shape, c) for c in group.coordinates]
-        me = group.rank
+    def _exchange(
+        self, group: AxisGroup, wanted: list[list[InCommon | None]], shape: tuple[int, ...], goal: Layout
+    ) -> AllToAll:
+        """Each member gets what it wants of a block from itself, or from one of those that hold the block, in turns."""
+        current, me = self.current, group.rank
+        held = coordinates_on(a for a in group.axes if is_shard(current.placements[a]))
+        blocks = list(map(held, group.coordinates))
+        holders: dict[Any, int] = dict.fromkeys(blocks, 0)
+        turns = []
+        for block in blocks:
+            turns.append(holders[block])
+            holders[block] += 1
+        copies = holders[blocks[me]]  # the same for all blocks
+        theirs = segments_in_common(goal, self.shape, group, box(current, self.shape, self.here))
         sends: list[Any] = [None] * group.size
         receives: list[Any] = [None] * group.size
-        for held, members in holders.items():
-            for member, wanted in enumerate(goals):
-                source = member if member in members else members[member % len(members)]
-                if me not in (source, member):
-                    continue
-                common = _block_overlap(held, wanted)
-                if common is None:
-                    continue
-                if source == me:
-                    sends[member] = common[0]
-                if member == me:
-                    receives[source] = common
+        for member, (block, turn) in enumerate(zip(blocks, turns, strict=True)):
+            if member == me or (block != blocks[me] and turn == me % copies):
+                common = [column[member] for column in wanted]
+                if None not in common:
+                    receives[member] = tuple(zip(*common, strict=True)) or ((), ())
+            if member == me or (block != blocks[me] and turns[me] == member % copies):
+                common = [column[member] for column in theirs]
+                if None not in common:
+                    sends[member] = tuple(c[1] for c in common if c is not None)
         return AllToAll(group, shape, sends, receives)
 
     def _keep_first(self) -> None:

@@ -148,7 +148,8 @@ class ReduceScatter(Step):
         self.group, self.op, self.dim, self.parts = group, op, dim, parts
         self.sizes = [length_of(p) for p in parts]
         self.widest = max(self.sizes)
-        ordered = [(sum(self.sizes[:i]), n) for i, n in enumerate(self.sizes)]
+        starts = itertools.accumulate(self.sizes, initial=0)
+        ordered = zip(starts, self.sizes, strict=False)
         self.even = len(set(self.sizes)) == 1 and all(p == (want,) for p, want in zip(parts, ordered, strict=True))
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +210,7 @@ class AllGather(Step):
 
     def __init__(self, group: AxisGroup, shape: tuple[int, ...], blocks: list[tuple[Segments, ...]]) -> None:
         self.group, self.shape, self.blocks = group, shape, blocks
-        self.block_shapes = [tuple(length_of(s) for s in block) for block in blocks]
+        self.block_shapes = [tuple(map(length_of, block)) for block in blocks]
         self.widest = tuple(max(sizes) for sizes in zip(*self.block_shapes, strict=True))
         self.even = all(s == self.widest for s in self.block_shapes)
         split = [d for d, size in enumerate(shape) if any(b[d] != ((0, size),) for b in blocks)]
@@ -264,8 +265,8 @@ class AllToAll(Step):
 
     def __init__(self, group: AxisGroup, shape: tuple[int, ...], sends: list[Any], receives: list[Any]) -> None:
         self.group, self.shape, self.sends, self.receives = group, shape, sends, receives
-        self.in_splits = [0 if s is None else math.prod(length_of(d) for d in s) for s in sends]
-        self.out_splits = [0 if r is None else math.prod(length_of(d) for d in r[1]) for r in receives]
+        self.in_splits = [0 if s is None else math.prod(map(length_of, s)) for s in sends]
+        self.out_splits = [0 if r is None else math.prod(map(length_of, r[1])) for r in receives]
 
     def start(self, x: torch.Tensor) -> Pending:
         parts = [take(x, s).reshape(-1) for s in self.sends if s is not None]
@@ -286,7 +287,7 @@ class AllToAll(Step):
 
 def length_of(segments: tuple[tuple[int, int], ...]) -> int:
     """Number of indices in a list of (start, length) segments."""
-    return sum(size for _, size in segments)
+    return segments[0][1] if len(segments) == 1 else sum(size for _, size in segments)
 
 
 def take(x: torch.Tensor, block: tuple[Segments, ...]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_parallel import _wiring
 from hyper_parallel.sharding.group_lifetime import end_with_world, gone
+from hyper_parallel.sharding.time_limit import give_users_limit, users_limit
 from hyper_parallel.torch_compat import root_of_mesh as root_mesh
 
 __all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info", "root_mesh"]
@@ -122,19 +123,16 @@ class MeshInfo:
         if not self.is_current():
             raise gone()
         here = self.my_coordinate()
-        members: dict[int, tuple[int, ...]] = {}
-        for position in itertools.product(*(range(self.shape[a]) for a in axes)):
-            coordinate = list(here)
-            for axis, index in zip(axes, position, strict=True):
-                coordinate[axis] = index
-            members[int(self.mesh.mesh[tuple(coordinate)])] = tuple(coordinate)
+        along = [range(self.shape[a]) if a in axes else (here[a],) for a in range(self.ndim)]
+        cut = self.mesh.mesh[tuple(slice(None) if a in axes else here[a] for a in range(self.ndim))]
+        members = dict(zip(cut.flatten().tolist(), itertools.product(*along), strict=True))
         group: Any
         if len(axes) == 1:
             group = self.mesh.get_group(axes[0])
         elif sorted(members) == list(range(dist.get_world_size())):
             group = dist.group.WORLD
         else:
-            group = dist.new_group(sorted(members), use_local_synchronization=True)
+            group = dist.new_group(sorted(members), timeout=users_limit(), use_local_synchronization=True)
         ranks = dist.get_process_group_ranks(group)
         if sorted(ranks) != sorted(members):  # of another start of torch.distributed, found by the same name
             raise gone()
@@ -197,9 +195,11 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
             raise gone()
         _INFOS.pop(mesh, None)  # with its key, an equal mesh of the old groups
         end_with_world(mesh)
+        give_users_limit(mesh)
         info = MeshInfo(mesh)
         _wiring.mesh_first_used(info)
         _INFOS[mesh] = info
     elif mesh is not info.mesh:
         end_with_world(mesh)
+        give_users_limit(mesh)
     return info

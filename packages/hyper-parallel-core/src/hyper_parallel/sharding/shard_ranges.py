@@ -53,6 +53,15 @@ def split_intervals(intervals: Intervals, placement: object, parts: int, index: 
     return clip(intervals, *chunk_bounds(length(intervals), parts, index))
 
 
+def split_all(intervals: Intervals, placement: object, parts: int) -> list[Intervals]:
+    """What each of ``parts`` ranks keeps of ``intervals``: :func:`split_intervals` for all of them."""
+    if len(intervals) != 1 or isinstance(placement, PackedShard):
+        return [split_intervals(intervals, placement, parts, index) for index in range(parts)]
+    ((start, stop),) = intervals
+    step = -(-(stop - start) // parts)
+    return [((low, min(low + step, stop)),) if low < stop else () for low in range(start, start + parts * step, step)]
+
+
 def dim_intervals(layout: Layout, shape: tuple[int, ...], dim: int, coordinate: tuple[int, ...]) -> Intervals:
     """Global indices along ``dim`` held by the rank at mesh ``coordinate``."""
     intervals: Intervals = ((0, shape[dim]),) if shape[dim] else ()
