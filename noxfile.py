@@ -19,8 +19,8 @@ import nox
 ROOT = Path(__file__).parent
 PACKAGES = ("core", "ops-basic", "ops-qwen", "ops-deepseek", "fsdp", "tp")
 # What each package needs of the others, as its pyproject.toml says it; the tests of tp compute with rules of ops-basic.
-NEEDS = {"core": (), "ops-basic": ("core",), "fsdp": ("core",)}
-NEEDS |= dict.fromkeys(("ops-qwen", "ops-deepseek", "tp"), ("core", "ops-basic"))
+NEEDS = {"core": (), "ops-basic": ("core",)}
+NEEDS |= dict.fromkeys(("ops-qwen", "ops-deepseek", "fsdp", "tp"), ("core", "ops-basic"))
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 
 nox.options.default_venv_backend = "virtualenv"

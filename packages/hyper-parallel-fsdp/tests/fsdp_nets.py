@@ -1,7 +1,4 @@
-"""For the fully_shard tests: a net with uneven parameters, and its training beside the same net on one device.
-
-No op pack is needed: optimizers on DTensors and tensor parallelism are tested in the repository's ``tests/``.
-"""
+"""For the fully_shard tests: a net with uneven parameters, and its training beside the same net on one device."""
 
 import copy
 

@@ -15,6 +15,8 @@ from hyper_parallel_fsdp.roles import MeshRoles, mesh_roles
 
 ROLES = {
     ("fsdp",): MeshRoles(shard=(0,)),
+    ("dp_replicate", "fsdp_shard", "tp"): MeshRoles(shard=(1,), replicate=(0,), model=(2,)),
+    ("dp", "fsdp_shard"): MeshRoles(shard=(1,), replicate=(0,)),
     ("dp",): MeshRoles(shard=(0,)),
     ("anything",): MeshRoles(shard=(0,)),
     ("tp",): MeshRoles(model=(0,)),
@@ -175,8 +177,14 @@ def test_wrong_arguments():
         fully_shard(nn.Linear(2, 2), mesh=mesh, enable_param_shard=True)
     with pytest.raises(ValueError, match="empty list"):
         fully_shard([])
-    with pytest.raises(ValueError, match="True, False or None, got 2"):
-        fully_shard(nn.Linear(2, 2), reshard_after_forward=2)
+    for wrong in (3, 0, -1, "yes", 0.5):
+        with pytest.raises(ValueError, match="True, False, None or a divisor of the 2 shards, got"):
+            fully_shard(nn.Linear(2, 2), reshard_after_forward=wrong)
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps the parameters whole"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward=1)
+    for wrong in (2, None):
+        with pytest.raises(ValueError, match="set_reshard_after_forward takes True or False, got"):
+            net.set_reshard_after_forward(wrong)
     with pytest.raises(ValueError, match=r"Shard\(dim=2\).* 'weight' of 2 dimensions"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(2))
     with pytest.raises(ValueError, match="must be positive"):

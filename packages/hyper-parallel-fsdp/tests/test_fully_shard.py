@@ -6,7 +6,7 @@ import torch.distributed as dist
 from fsdp_nets import BLOCKS, batch, loss_of, mine, pair, train, wrap
 from torch import nn
 
-from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh
+from hyper_parallel import CommTrace, DTensor, Replicate, Shard, init_device_mesh
 from hyper_parallel_fsdp import fully_shard
 
 
@@ -72,6 +72,34 @@ def test_reshard_after_forward_as_told(keep):
     again = 0 if keep else BLOCKS + 1
     for trace in train(net, plain):
         assert trace.counts == {"all_gather": BLOCKS + 1 + again, "reduce_scatter": BLOCKS + 1}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["rows", "last dims", "two axes"])
+def test_resharded_to_a_part_of_the_ranks(kind):
+    """Each of two neighbours keeps a half after forward, from which the two gather for backward."""
+    plain, net = pair()
+    options = {}
+    if kind == "last dims":
+        options["shard_placement_fn"] = lambda p: Shard(-1)
+    if kind == "two axes":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "cp"))
+    wrap(net, reshard_after_forward=2, **options)
+    with CommTrace() as trace:
+        loss = loss_of(net, *map(mine, batch(0)))
+    kept = [bucket.whole.untyped_storage().size() for block in net.blocks for bucket in block._hsdp.buckets]
+    assert kept == [0] * BLOCKS
+    for bucket in net.blocks[0]._hsdp.buckets:
+        assert bucket._part.numel() == bucket.whole.numel() // 2
+    with CommTrace() as backward:
+        loss.backward()
+    assert trace.counts["all_gather"] == backward.counts["all_gather"] == BLOCKS + 1
+    assert {e.ranks for e in trace.events if e.op == "all_gather"} == {4}
+    assert {e.ranks for e in backward.events if e.op == "all_gather"} == {2}
+    net.zero_grad()
+    for trace in train(net, plain):
+        assert trace.counts["all_gather"] == 2 * (BLOCKS + 1)
+        assert trace.counts["reduce_scatter"] == BLOCKS + 1
 
 
 @pytest.mark.ranks(4)

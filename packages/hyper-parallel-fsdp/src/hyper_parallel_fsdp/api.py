@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -12,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from hyper_parallel import DeviceMesh, Replicate, Shard
 from hyper_parallel.rules import replaces_parameters, torch_compat
-from hyper_parallel_fsdp.checks import check_device_of
-from hyper_parallel_fsdp.data_mesh import data_mesh, place
+from hyper_parallel_fsdp.checks import check_device_of, check_no_hooks
+from hyper_parallel_fsdp.data_mesh import DataMesh, data_mesh, place
 from hyper_parallel_fsdp.module import HSDPModule
 from hyper_parallel_fsdp.ownership import first_name, holder_of_tied, managed_as, note_managed, parameters_of
 from hyper_parallel_fsdp.parameter import HSDPParam
@@ -29,7 +31,7 @@ def fully_shard(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
@@ -43,7 +45,7 @@ def fully_shard(
     module: list[nn.Module],
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
@@ -56,7 +58,7 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -76,7 +78,9 @@ def fully_shard(
         mesh: the data mesh or the whole mesh; its axis names say what they are for
             (:mod:`hyper_parallel_fsdp.roles`). Default: one axis over all ranks.
         reshard_after_forward: free the parameters between forward and backward, at the price of a second all-gather.
-            Default: yes, but not for the root nor for the module whose backward comes first.
+            Default: yes, but not for the root nor for the module whose backward comes first. A number, which divides
+            that of the shards: so many neighbouring ranks (of a node, say) keep them together, and the second
+            all-gather is among these.
         shard_placement_fn: gives for a parameter the tensor dim to shard, e.g. ``Shard(1)``; ``Replicate()`` keeps it
             whole; None means ``Shard(0)``. Sizes that do not divide are fine.
         mp_policy: dtypes of computation, reduction and outputs.
@@ -94,12 +98,8 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise ValueError(
-            f"fully_shard: reshard_after_forward takes True, False or None, got {reshard_after_forward!r}; resharding "
-            "to a part of the ranks is not supported"
-        )
     data = data_mesh(mesh, enable_param_shard)
+    reshard_after_forward = _checked_reshard(reshard_after_forward, data)
     device = data.info.default_device()
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     ignored = frozenset(id(p) for p in ignored_params or ())
@@ -115,6 +115,7 @@ def fully_shard(
             param.owners += each.owners
             param.name = first_name(param.owners, modules)
         else:
+            check_no_hooks(each.name, each.parameter)
             wanted = shard_placement_fn(each.parameter) if shard_placement_fn is not None else None
             placement = place(each.name, each.parameter, data, wanted)
             param = HSDPParam(each.name, each.parameter, each.owners, placement, home)
@@ -147,6 +148,25 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
+def _checked_reshard(given: Any, data: DataMesh) -> bool | int | None:
+    """``reshard_after_forward``: a number that is no part of the shards means one of the other values."""
+    if given is None or isinstance(given, bool):
+        return given
+    shards = math.prod(data.info.shape[axis] for axis in data.roles.shard)
+    if not isinstance(given, int) or given < 1 or shards % given:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward takes True, False, None or a divisor of the {shards} shards, got "
+            f"{given!r}"
+        )
+    if given == 1 and shards > 1:
+        warnings.warn(
+            "fully_shard: reshard_after_forward=1 keeps the parameters whole on each rank, as False does; True frees "
+            "them",
+            stacklevel=3,
+        )
+    return given == shards if given in (1, shards) else given
+
+
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     for module in modules:
         for inner in module.modules():
@@ -159,7 +179,7 @@ def _attach(module: nn.Module, state: FullyShardState) -> None:
     """Make a module call its state before and after forward, and give it the methods of :class:`HSDPModule`."""
     module.__dict__[_STATE] = state
     module.__class__ = _wrapped_class(type(module))
-    module.forward = _in_context(module.forward, state)
+    module.forward = _in_context(module, state)
     module.register_forward_pre_hook(_not_compiled(state.pre_forward), prepend=True, with_kwargs=True)
     module.register_forward_hook(
         _not_compiled(lambda mod, args, output: state.post_forward(mod, output)), always_call=True
@@ -181,10 +201,12 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _in_context(forward: Callable[..., Any], state: FullyShardState) -> Callable[..., Any]:
+def _in_context(module: nn.Module, state: FullyShardState) -> Callable[..., Any]:
+    forward = module.forward
+
     @functools.wraps(forward)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with state.forward_context():
+        with state.forward_context(module):
             return forward(*args, **kwargs)
 
     return wrapper

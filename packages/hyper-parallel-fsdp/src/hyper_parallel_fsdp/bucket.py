@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.rules import described, is_tracing, primitives
+from hyper_parallel.rules import AxisGroup, described, is_tracing, primitives
 from hyper_parallel_fsdp.group_info import DataGroups
 from hyper_parallel_fsdp.parameter import HSDPParam
 
@@ -26,10 +26,18 @@ class Bucket:
         device: on which they are used.
         offload: policy by which the shards live in host memory, or None.
         laid_out: whether computation sees DTensors over the data axes.
+        kept_by: number of neighbouring ranks that keep the whole parameters together between forward and backward;
+            None where each rank keeps its shards only.
     """
 
     def __init__(
-        self, params: list[HSDPParam], dtype: torch.dtype, device: torch.device, offload: Any, laid_out: bool
+        self,
+        params: list[HSDPParam],
+        dtype: torch.dtype,
+        device: torch.device,
+        offload: Any,
+        laid_out: bool,
+        kept_by: int | None = None,
     ) -> None:
         self.params = sorted(params, key=lambda p: not p.stacked)
         self.dtype, self.device = dtype, device
@@ -43,11 +51,18 @@ class Bucket:
         self.partial: torch.Tensor | None = None  # a reduce-scatter's result that was not all-reduced yet
         self.in_place = self.members == 1 and self.dtype is self.shards.dtype and self.shards.device == device
         regions = [p.region for p in self.params]
+        self._keepers: AxisGroup | None = None
+        group = self.groups.sharded_group_info.group
+        if kept_by is not None and group is not None:
+            self._keepers = self.params[0].placement.sharded.info.part_of_group(group.axes, kept_by)
+        self._part: torch.Tensor | None = None  # this rank's, of what the keepers keep together
         if self.in_place:
             self.whole = self.shards
         else:
-            self.whole = torch.empty(sum(regions), dtype=dtype, device=device)
-        pieces = self.whole.split(regions)
+            parts = 1 if self._keepers is None else self._keepers.size
+            self.whole = torch.empty(-(-sum(regions) // parts) * parts, dtype=dtype, device=device)
+        self._filled = self.whole[: sum(regions)]
+        pieces = self._filled.split(regions)
         for param, region in zip(self.params, pieces, strict=True):
             param.make_unsharded(region, laid_out)
         # Where the all-gather can write straight into the whole parameters: nothing has to be moved afterwards.
@@ -58,7 +73,7 @@ class Bucket:
             for p, r in zip(self.params[len(stacked) :], pieces[len(stacked) :], strict=True)
         ]
         self.gathered = self.in_place
-        self._work: tuple[Any, torch.Tensor] | None = None
+        self._work: tuple[Any, torch.Tensor | None] | None = None  # with rows, where they have to be put in place
         self._versions = -1
         self._ones: torch.Tensor | None = None
         self.free()
@@ -72,6 +87,12 @@ class Bucket:
             for param, slot in zip(self.params, shards.split(self.slots), strict=True):
                 param.put_shard(slot[: param.local_numel].view(param.local_shape))
         return shards
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor lies in the whole parameters, whose memory goes when they are freed."""
+        if self.in_place or tensor.layout is not torch.strided:
+            return False
+        return bool(tensor.untyped_storage()._cdata == self.whole.untyped_storage()._cdata)
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
@@ -91,6 +112,10 @@ class Bucket:
 
     def _start_gather(self) -> None:
         self.gathered = False
+        if self._part is not None and not self.stale:
+            self._allocate()
+            self._all_gather(self.whole, self._part, self._keepers, in_place=True)
+            return
         self._versions = self._version_sum()
         if self._direct:
             self._allocate()
@@ -100,23 +125,26 @@ class Bucket:
             self.whole.copy_(source)
             self.gathered = True
             return
-        out = self.whole if self._direct else self.whole.new_empty(self.members * self.shards.numel())
-        group: Any = self.groups.sharded_group_info.group
+        out = self._filled if self._direct else self.whole.new_empty(self.members * self.shards.numel())
+        self._all_gather(out, source, self.groups.sharded_group_info.group, self._direct)
+
+    def _all_gather(self, out: torch.Tensor, source: torch.Tensor, group: Any, in_place: bool) -> None:
         with self.traced("gather"):
-            self._work = (primitives.all_gather(out, source, group, async_op=True), out)
+            work = primitives.all_gather(out, source, group, async_op=True)
+        self._work = (work, None if in_place else out)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and put what arrived in its place."""
         if self._work is None:
             return
-        work, out = self._work
+        work, rows = self._work
         self._work = None
         with torch.no_grad():
             work.wait()
-            if not self._direct:
+            if rows is not None:
                 self._allocate()  # not earlier: what is gathered ahead of its use takes this memory once
-                self._scatter_rows(out.view(self.members, -1))
-        self.gathered = True
+                self._scatter_rows(rows.view(self.members, -1))
+        self.gathered, self._part = True, None
 
     def _scatter_rows(self, rows: torch.Tensor) -> None:
         """Copy from one row per member to one region per parameter."""
@@ -151,8 +179,18 @@ class Bucket:
     def _allocate(self) -> None:
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
 
+    def keep_part(self) -> None:
+        """Keep this rank's part of the whole parameters, from which the keepers gather them again; free the rest."""
+        keepers, part = self._keepers, None
+        if keepers is not None and self.gathered:
+            size = self.whole.numel() // keepers.size
+            part = self.whole.narrow(0, keepers.rank * size, size).clone()
+        self.free()
+        self._part = part
+
     def free(self) -> None:
         """Give back the memory of the whole parameters."""
+        self._part = None
         if self._work is not None:  # gathered ahead and not used
             self._work[0].wait()
             self._work = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel import DTensor
-from hyper_parallel_fsdp.parameter import HSDPParam
+from hyper_parallel_fsdp.parameter import HSDPParam, has_hooks
 
 
 def check_devices(params: Iterable[HSDPParam], device: torch.device, offloaded: bool) -> None:
@@ -38,6 +39,30 @@ def check_device_of(name: str, parameter: torch.Tensor, device: torch.device) ->
             f"fully_shard: parameter {name!r} is on {found}, but this rank's device of the mesh is {device}; move the "
             f"module with module.to({str(device)!r}) first, or make the mesh for {found.type!r}"
         )
+
+
+def check_no_hooks(name: str, parameter: torch.Tensor) -> None:
+    """Raise when hooks would be lost with a parameter that is replaced."""
+    if has_hooks(parameter):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} has hooks (register_hook, register_post_accumulate_grad_hook), but gets "
+            "replaced by a sharded one, on which they would not run. Register them after fully_shard, on the "
+            "parameter that the module has then; they get the reduced gradient, a DTensor"
+        )
+
+
+def refuses_freed(module: nn.Module) -> AbstractContextManager[Any]:
+    """A forward whose backward raises where it reads a parameter that was freed, and not gathered again."""
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        if saved.layout is torch.strided and saved.numel() and not saved.untyped_storage().size():
+            raise RuntimeError(
+                f"the backward of {type(module).__name__} reads its parameters, which set_unshard_in_backward(False) "
+                "does not gather for it; leave that to modules whose backward needs none, such as an embedding"
+            )
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack)
 
 
 def current_parameter(param: HSDPParam) -> nn.Parameter:

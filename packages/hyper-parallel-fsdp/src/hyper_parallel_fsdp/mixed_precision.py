@@ -25,17 +25,17 @@ def cast_inputs(
             tensor = tensor.to(device, non_blocking=True)
         return _as(tensor, dtype)
 
-    return _mapped((args, kwargs), change)
+    return map_values((args, kwargs), change)
 
 
 def cast_outputs(policy: MixedPrecisionPolicy, output: Any) -> Any:
     """Floating point outputs in ``output_dtype``."""
     if policy.output_dtype is None:
         return output
-    return _mapped(output, lambda t: _as(t, policy.output_dtype))
+    return map_values(output, lambda t: _as(t, policy.output_dtype))
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_values(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Every tensor changed: in what pytree knows, and in dataclasses."""
     return torch_compat.pytree.tree_map(lambda leaf: map_structure(leaf, change), value)
 

@@ -46,6 +46,9 @@ class HSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters and let the module hold them, until :meth:`reshard`.
 
+        The next forward gathers anew, as an optimizer may step before it; called while the model's forward runs, it
+        gathers ahead for that forward.
+
         Args:
             async_op: return a handle at once, whose ``wait()`` makes the parameters usable.
         """
@@ -61,14 +64,23 @@ class HSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between forward and backward, which costs a second all-gather."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for state in self._hsdp_states(recurse):
-            state.reshard_after_forward = bool(reshard_after_forward)
+            state.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward; False keeps them for the next forward when gradients are
-        accumulated. After an optimizer's step they are gathered anew in any case."""
+        """Whether parameters are freed after backward. False keeps them, for the next forward if this backward did not
+        reduce gradients (:meth:`set_requires_gradient_sync`). After one that did, an optimizer may have stepped, and
+        the next forward gathers anew."""
         for state in self._hsdp_states(recurse):
             state.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether parameters are gathered again for backward (default), where they were freed after forward. False is
+        for a module whose backward does not read them, such as an embedding; one that does raises an error. As in
+        PyTorch, of this module's own parameters only."""
+        self._hsdp.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
         """Which modules to gather while this one's forward runs. Default: the one that came next the last time."""
@@ -199,7 +211,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs = state.pre_forward(module, args, kwargs)
         output = None
         try:
-            with state.forward_context():
+            with state.forward_context(module):
                 output = method(*args, **kwargs)
         finally:
             output = state.post_forward(module, output)

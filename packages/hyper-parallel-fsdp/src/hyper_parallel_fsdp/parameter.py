@@ -257,13 +257,26 @@ class HSDPParam:
         """Add this rank's part of the reduced gradient, with the shard's device and dtype, to the sharded parameter's
         ``.grad``."""
         local = self.local
+        for hook in _hooks(local, "_backward_hooks"):  # of register_hook
+            changed = hook(grad)
+            grad = grad if changed is None else changed
         if local.grad is None:
             local.grad = grad
         else:
             local.grad.add_(grad)
-        hooks = getattr(local, "_post_accumulate_grad_hooks", None)
-        for hook in tuple(hooks.values()) if hooks else ():
+        for hook in _hooks(local, "_post_accumulate_grad_hooks"):
             hook(local)
+
+
+def _hooks(local: torch.Tensor, kind: str) -> tuple[Any, ...]:
+    hooks = getattr(local, kind, None)
+    return tuple(hooks.values()) if hooks else ()
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks were registered on a parameter, plain or DTensor."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return bool(_hooks(local, "_backward_hooks") or _hooks(local, "_post_accumulate_grad_hooks"))
 
 
 def _shards(size: int, placement: ParamPlacement) -> tuple[tuple[int, int], ...]:

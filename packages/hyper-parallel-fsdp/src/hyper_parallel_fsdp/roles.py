@@ -1,7 +1,8 @@
 """What each mesh axis is for, by its name.
 
 ======================================  ====================================================================
-``fsdp``, ``dp_shard``, ``shard``       parameters are sharded over it, gradients reduce-scattered
+``fsdp``, ``fsdp_shard``, ``dp_shard``  parameters are sharded over it, gradients reduce-scattered
+``shard``                               the same
 ``cp``                                  a data axis that shards too: its ranks hold other tokens of the same batch
 ``dp_replicate``, ``replicate``         parameters are copies, gradients all-reduced
 ``dp``                                  shards, unless the mesh has an axis of the first row: then it replicates
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from hyper_parallel.rules import MeshInfo
 
-_SHARD = frozenset({"fsdp", "dp_shard", "shard"})
+_SHARD = frozenset({"fsdp", "fsdp_shard", "dp_shard", "shard"})
 _REPLICATE = frozenset({"dp_replicate", "replicate"})
 _KNOWN = _SHARD | _REPLICATE | {"dp", "cp", "ep", "tp"}
 

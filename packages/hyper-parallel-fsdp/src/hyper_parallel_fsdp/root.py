@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -14,9 +15,11 @@ from hyper_parallel.rules import tensors_of, torch_compat
 from hyper_parallel_fsdp.reduction import GradientReduction
 
 if TYPE_CHECKING:
+    from hyper_parallel_fsdp.forward_record import ForwardRecord
     from hyper_parallel_fsdp.state import FullyShardState
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
+_calls = itertools.count(1)
 IN_FLIGHT = 2
 """Reductions in flight at once: one may be reduce-scattered while the one before is all-reduced."""
 
@@ -29,6 +32,8 @@ class Root:
         laid_out: whether batches are DTensors over the data axes; None before the first forward. Parameters are handed
             out accordingly, and gradients summed instead of averaged.
         is_last_backward: whether the end of a backward waits for the reductions.
+        call: number of the running call of the outermost wrapped module, or of the last one.
+        trains: whether that call began with gradients on, so that a backward may follow.
     """
 
     def __init__(self, states: list[FullyShardState]) -> None:
@@ -36,6 +41,8 @@ class Root:
         self.laid_out: bool | None = None
         self.is_last_backward = True
         self.outermost: FullyShardState | None = None
+        self.call, self.trains = 0, False
+        self.innermost: ForwardRecord | None = None  # of the wrapped module that is computing
         self._in_backward = False
         self._reductions: deque[GradientReduction] = deque()
         # Of the running forward, and of the last one: states by when their forward began, and by when it ended.
@@ -60,7 +67,8 @@ class Root:
             self.reset()  # or the forward
         self._fix_kind(state, args, kwargs)
         self.outermost = state
-        self._starts, self._ends = [], []
+        self.call, self.trains = next(_calls), torch.is_grad_enabled()
+        self._starts, self._ends, self.innermost = [], [], None
 
     def began(self, state: FullyShardState) -> None:
         """A wrapped module begins: note it."""

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge
 
 from hyper_parallel import implicit_replication
-from hyper_parallel.rules import gradient_paths, in_backward, tensors_of, torch_compat
+from hyper_parallel.rules import in_backward, tensors_of, torch_compat
 from hyper_parallel_fsdp.bucket import Bucket
-from hyper_parallel_fsdp.checks import check_devices, check_nothing_added, current_parameter
+from hyper_parallel_fsdp.checks import (
+    check_devices,
+    check_nothing_added,
+    current_parameter,
+    refuses_freed,
+)
 from hyper_parallel_fsdp.data_mesh import DataMesh
+from hyper_parallel_fsdp.forward_record import ForwardRecord
+from hyper_parallel_fsdp.left_behind import LeftBehind, tensors_in
 from hyper_parallel_fsdp.mixed_precision import cast_inputs, cast_outputs
+from hyper_parallel_fsdp.outputs import outlasting
 from hyper_parallel_fsdp.parameter import HSDPParam
 from hyper_parallel_fsdp.reduction import GradientReduction, Gradients
 from hyper_parallel_fsdp.root import Root
@@ -31,49 +40,27 @@ def state_of(module: nn.Module) -> FullyShardState | None:
     return module.__dict__.get(_STATE)
 
 
-class ForwardRecord:
-    """One forward of a wrapped module, whose backward is to come: open from when it begins to when it ends."""
+def _unshard_in_backward(state: FullyShardState, root: Root) -> None:
+    if state.unshard_in_backward:
+        state.unshard()
 
-    __slots__ = ("handle", "opened", "state", "watched")
 
-    def __init__(self, state: FullyShardState) -> None:
-        self.state, self.opened, self.watched = state, False, False
-        self.handle: Any = None
+def _gradient_came(state: weakref.ref[FullyShardState]) -> None:
+    """A whole parameter got a gradient: the end of this backward reduces it."""
+    found = state()
+    if found is not None:
+        found.joined_root().begin_backward()
 
-    def watch_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
-        """The backward is over when the inputs have their gradients."""
-        tensors = [path for t in inputs if t.requires_grad for path in gradient_paths(t)[-1:] if path.requires_grad]
-        if not tensors:
-            return  # the end of the whole backward closes it
-        self.watched = True
-        if len(tensors) == 1:
-            handle: Any = tensors[0].register_hook(self._close)
-            # Before what the module below does with the same gradient: free and reduce, then gather. (Put in anew, as
-            # the engine does not see move_to_end.)
-            hooks: Any = tensors[0]._backward_hooks
-            for key in [k for k in hooks if k != handle.id]:
-                hooks[key] = hooks.pop(key)
-        else:
-            handle = register_multi_grad_hook(tensors, self._close)
-        if any(t.is_leaf for t in tensors):  # else the hook goes with the graph
-            self.handle = handle
 
-    def watch_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The backward begins when an output has its gradient."""
-        for tensor in outputs:
-            if tensor.requires_grad:
-                for path in gradient_paths(tensor):
-                    if path.requires_grad:
-                        path.register_hook(self._open)
-
-    def _open(self, grad: Any) -> None:
-        self.state.backward_begins(None if self.opened else self)
-        self.opened = True
-
-    def _close(self, grad: Any) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-        self.state.backward_ends(self)
+def _without_wrapped(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """These modules and those inside, without the wrapped ones inside and what is in them."""
+    found: dict[nn.Module, None] = dict.fromkeys(modules)
+    stack = list(modules)
+    while stack:
+        inside = [m for m in stack.pop().children() if m not in found and state_of(m) is None]
+        found.update(dict.fromkeys(inside))
+        stack.extend(inside)
+    return list(found)
 
 
 class FullyShardState:
@@ -84,7 +71,7 @@ class FullyShardState:
         params: the parameters that it manages, those of wrapped modules inside left out.
         data: its mesh with the roles of the axes.
         reshard_after_forward: whether the parameters are freed between forward and backward; None: yes, but not for
-            the root, nor for the module whose backward comes first.
+            the root, nor for the module whose backward comes first. A number: to a part on each of so many ranks.
         forward_prefetch, backward_prefetch: states to gather while this one computes; None: what comes next.
     """
 
@@ -93,7 +80,7 @@ class FullyShardState:
         modules: Sequence[nn.Module],
         data: DataMesh,
         device: torch.device,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         mp_policy: MixedPrecisionPolicy,
         offload: OffloadPolicy | None,
         ignored: frozenset[int],
@@ -105,6 +92,7 @@ class FullyShardState:
         self.buckets: list[Bucket] = []
         self.root: Root | None = None
         self.reshard_after_backward = True
+        self.unshard_in_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
@@ -112,11 +100,14 @@ class FullyShardState:
         self.backward_prefetch: list[FullyShardState] | None = None
         self._built_laid_out: bool | None = None
         self._registered = False  # whether the modules hold the whole parameters
+        # The call that gathered them (0: nothing is gathered), and what ended last: with reductions off? a backward?
+        self._gathered_in, self._ended_quiet, self._ended_backward = 0, False, False
         self._prefetched = False
         self._backward = False
         self._open_calls = 0
         self._calls: dict[nn.Module, ForwardRecord] = {}
         self._to_run: set[nn.Module] = set()
+        self._left: LeftBehind | None = None
 
     # -- the parameters' two forms ----------------------------------------------------------------------------------
 
@@ -137,8 +128,22 @@ class FullyShardState:
         """Begin to gather."""
         if not (self._registered or self._prefetched or self._backward):
             self._refresh()
+        self._gathered_in = self._gathered_in or self.joined_root().call
         for bucket in self.buckets:
             bucket.start_gather()
+
+    def unshard_for_call(self, root: Root) -> None:
+        """Begin to gather for the running call. What an earlier one gathered is out of date: an optimizer may have
+        stepped since, and fused steps, collectives and writes through ``.data`` leave no trace. It stays good only
+        after a backward that did not reduce, and while reductions are off: then no step is to come."""
+        lasting = self._ended_quiet and (self._ended_backward or not self.requires_gradient_sync)
+        if self._gathered_in != root.call and not lasting:
+            self.reshard()
+        self.unshard()
+
+    def _note_end(self, backward: bool) -> None:
+        """A forward or backward ended."""
+        self._ended_quiet, self._ended_backward = not self.requires_gradient_sync, backward
 
     def wait_for_unshard(self) -> None:
         """Wait until the parameters are whole, and let the modules hold them."""
@@ -153,7 +158,7 @@ class FullyShardState:
     def reshard(self) -> None:
         """Let the modules hold the shards, and free the whole parameters."""
         self._register_shards()
-        self._prefetched = False
+        self._prefetched, self._gathered_in = False, 0
         for bucket in self.buckets:
             bucket.free()
 
@@ -182,11 +187,17 @@ class FullyShardState:
         for param in self.params:
             groups = (param.sharded_group_info.ranks, param.unsharded_group_info.ranks)
             by_kind.setdefault((groups, param.local.dtype, self._compute_dtype(param)), []).append(param)
-        self._built_laid_out = laid_out
+        self._built_laid_out, self._gathered_in = laid_out, 0
         with torch.inference_mode(False):
             self.buckets = [
-                Bucket(params, kind[2], self.device, self.offload, laid_out) for kind, params in by_kind.items()
+                Bucket(params, kind[2], self.device, self.offload, laid_out, self.kept_by)
+                for kind, params in by_kind.items()
             ]
+        this = weakref.ref(self)  # the gradients that come in no other way that is seen are reduced too
+        for param in self.params:
+            assert param.unsharded is not None
+            if param.unsharded.requires_grad:
+                param.unsharded.register_post_accumulate_grad_hook(lambda _: _gradient_came(this))
 
     def _compute_dtype(self, param: HSDPParam) -> torch.dtype:
         own, wanted = param.local.dtype, self.mp_policy.param_dtype
@@ -208,9 +219,15 @@ class FullyShardState:
         self.params.remove(param)
         self._built_laid_out = None
 
-    def forward_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward_context(self, module: nn.Module) -> Iterator[None]:
         """In which a module's own forward runs: on a laid out batch, plain buffers count as Replicate."""
-        return implicit_replication() if self.root is not None and self.root.laid_out else nullcontext()
+        laid_out = self.root is not None and self.root.laid_out
+        with (
+            implicit_replication() if laid_out else nullcontext(),
+            nullcontext() if self.unshard_in_backward else refuses_freed(module),
+        ):
+            yield
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -224,14 +241,20 @@ class FullyShardState:
             root.began(self)
         if not self._to_run:
             self._to_run = set(self.modules)
-        self.unshard()
+        if again:
+            self.unshard()
+        else:
+            self.unshard_for_call(root)
         self.wait_for_unshard()
         if not again:
-            self._prefetch(self.forward_prefetch, root.next_forward(self))
+            self._prefetch(self.forward_prefetch, root.next_forward(self), FullyShardState.unshard_for_call)
         args, kwargs = cast_inputs(self.mp_policy, self.device, self is root.states[0], args, kwargs)
         if torch.is_grad_enabled() and not (again and self._backward):
-            call = self._calls[module] = ForwardRecord(self)
+            outer = None if again else root.innermost
+            call = self._calls[module] = ForwardRecord(self, outer, (args, kwargs))
             call.watch_inputs(tensors_of((args, kwargs)))
+            if not again:
+                root.innermost = call
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -239,22 +262,46 @@ class FullyShardState:
         root = self.root
         if root is None:  # before anything began
             return output
-        output = cast_outputs(self.mp_policy, output)
+        output = cast_outputs(self.mp_policy, outlasting(module, output, self.buckets))
         call = self._calls.pop(module, None)
         if call is not None:
-            call.watch_outputs(tensors_of(output))
+            call.watch_outputs((*tensors_in([output]), *self._tensors_left(call.given)))
+            call.given = None
+            if root.innermost is call:
+                root.innermost = call.outer
         if in_backward():  # its backward follows
             return output
         self._to_run.discard(module)
         if not self._to_run:
-            if self._keep_after_forward(root):
-                self._register_shards()
-            else:
-                self.reshard()
+            self._leave_forward(root)
         root.ended(self, completed=output is not None)
         return output
 
+    def _tensors_left(self, given: Any) -> Iterable[torch.Tensor]:
+        """What the modules hold now besides parameters, and what is in the containers that they were called with."""
+        if self._left is None:
+            self._left = LeftBehind(_without_wrapped(self.modules))
+        return self._left.tensors([given])
+
+    def _leave_forward(self, root: Root) -> None:
+        if self._keep_after_forward(root):
+            self._register_shards()
+        elif self.kept_by is not None and (root.trains or not self.requires_gradient_sync):
+            self._register_shards()
+            for bucket in self.buckets:
+                bucket.keep_part()
+        else:
+            self.reshard()
+
+    @property
+    def kept_by(self) -> int | None:
+        """How many ranks keep the whole parameters together between forward and backward; None for all."""
+        given = self.reshard_after_forward
+        return None if given is None or isinstance(given, bool) else given
+
     def _keep_after_forward(self, root: Root) -> bool:
+        if not root.trains and self.requires_gradient_sync:
+            return False  # no backward follows, and the next call gathers anew
         if self.reshard_after_forward is not None:
             return not self.reshard_after_forward
         return self is root.states[0] or (self is root.last and torch.is_grad_enabled())
@@ -264,11 +311,17 @@ class FullyShardState:
         if self._prefetched or self._to_run:
             self.reshard()
         self._to_run = set()
+        self._note_end(backward=False)
 
-    def _prefetch(self, chosen: list[FullyShardState] | None, likely: Iterable[FullyShardState]) -> None:
+    def _prefetch(
+        self,
+        chosen: list[FullyShardState] | None,
+        likely: Iterable[FullyShardState],
+        unshard: Callable[[FullyShardState, Root], None],
+    ) -> None:
         for state in likely if chosen is None else chosen:
             if state is not self and not state._registered:
-                state.unshard()
+                unshard(state, state.joined_root())
                 state._prefetched = True
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -279,11 +332,12 @@ class FullyShardState:
         root.begin_backward()
         if call is not None and call.watched:
             self._open_calls += 1
-        if not (self._backward and self._registered):
+        if not self._backward or (self.unshard_in_backward and not self._registered):
             self._backward = True
-            self.unshard()
-            self.wait_for_unshard()
-            self._prefetch(self.backward_prefetch, root.next_backward(self))
+            if self.unshard_in_backward:
+                self.unshard()
+                self.wait_for_unshard()
+            self._prefetch(self.backward_prefetch, root.next_backward(self), _unshard_in_backward)
 
     def backward_ends(self, call: ForwardRecord) -> None:
         """The gradients of a call's inputs are there."""
@@ -291,6 +345,11 @@ class FullyShardState:
             self._open_calls -= 1
         if self._backward and self._open_calls <= 0 and not self._awaits_gradients():
             self._finish_backward()
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether its backward has begun and not ended."""
+        return self._backward
 
     def _awaits_gradients(self) -> bool:
         """Whether this backward will still add to a parameter's gradient."""
@@ -304,6 +363,7 @@ class FullyShardState:
     def end_backward(self) -> None:
         """The whole backward is over."""
         self._open_calls = 0
+        self._note_end(backward=True)
         left = any(p.unsharded is not None and p.unsharded.grad is not None for p in self.params)
         kept = self.requires_gradient_sync and any(p.accumulated is not None for p in self.params)
         if self._backward or left or kept:

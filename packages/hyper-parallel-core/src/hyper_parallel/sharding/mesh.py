@@ -79,6 +79,7 @@ class MeshInfo:
         self._world = weakref.ref(dist.group.WORLD)
         self.layouts: dict[Any, Any] = {}
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
+        self._parts: dict[tuple[tuple[int, ...], int], AxisGroup] = {}
 
     def is_current(self) -> bool:
         """Whether the default process group is the one that this was made with; the groups of another are dead."""
@@ -137,6 +138,22 @@ class MeshInfo:
         if sorted(ranks) != sorted(members):  # of another start of torch.distributed, found by the same name
             raise gone()
         return AxisGroup(axes, self.names, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
+
+    def part_of_group(self, axes: tuple[int, ...], size: int) -> AxisGroup:
+        """Of :meth:`group`, the ``size`` neighbouring ranks among which this rank is; made on first use, by them alone.
+
+        ``size`` divides the group's.
+        """
+        found = self._parts.get((axes, size))
+        if found is None:
+            whole = self.group(axes)
+            first = whole.rank // size * size
+            members = {int(self.mesh.mesh[c]): c for c in whole.coordinates[first : first + size]}
+            group: Any = dist.new_group(sorted(members), use_local_synchronization=True)
+            ranks = dist.get_process_group_ranks(group)
+            found = AxisGroup(axes, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
+            self._parts[axes, size] = found
+        return found
 
     def axes_beyond(self, other: MeshInfo) -> tuple[int, ...] | None:
         """Axes of this mesh that ``other`` lacks, when ``other`` is a sub-mesh of it (same names, same ranks); else
