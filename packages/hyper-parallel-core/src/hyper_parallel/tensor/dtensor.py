@@ -16,6 +16,7 @@ import torch
 
 from hyper_parallel import _wiring
 from hyper_parallel.comm.redistribute import (
+    Dtypes,
     How,
     convert_gradient,
     describe,
@@ -162,6 +163,7 @@ class DTensor(Wrapper):
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The same tensor in another layout of the same mesh, by the fewest bytes; differentiable.
@@ -170,7 +172,11 @@ class DTensor(Wrapper):
             device_mesh: the tensor's mesh (default), or the target :class:`Layout`.
             placements: target placements, one per mesh axis, or a Layout.
             async_op: return at once; the first use waits.
-            forward_dtype, backward_dtype: dtype on the wire, forward and backward.
+            forward_dtype: dtype of the result; the tensor is cast before it is sent. By default the tensor's own.
+            backward_dtype: what the gradient is cast to before it is sent back; it arrives in the tensor's dtype. By
+                default that one.
+            wire_dtype: dtype in which the values are sent, where that is not the result's; rounds nothing where nothing
+                is sent. (That of the gradient is ``backward_dtype``.)
             grad_placements: of the result, as in :meth:`from_local`. ``Partial()`` where the target is Replicate says
                 that each rank will use the result for different work: the backward of an all-gather is then one
                 reduce-scatter.
@@ -195,8 +201,11 @@ class DTensor(Wrapper):
         if grad_placements is not None:
             gradient_layout(layout, NOT_VARYING, grad_placements)  # raises when they do not fit
             varying = varying_axes(layout, grad_placements)
-        how = How(forward_dtype, backward_dtype, want_pending=async_op)
-        return conversion.convert(self, target_spec(spec, layout, varying), how)
+        target = target_spec(spec, layout, varying)
+        dtypes = Dtypes.given(spec.dtype, forward_dtype, backward_dtype, wire_dtype)
+        if dtypes is not None and dtypes.result != spec.dtype:
+            target = target.replace(dtype=dtypes.result)
+        return conversion.convert(self, target, How(dtypes, want_pending=async_op))
 
     def reduce_partial(self) -> DTensor:
         """Every pending reduction carried out: Partial becomes Replicate. Computed once per tensor."""
