@@ -111,7 +111,7 @@ def test_run_check_finds_shapes_that_do_not_fit_on_every_rank():
 def test_from_local_says_what_is_wrong_with_its_arguments():
     mesh, local = mesh_of((4,)), torch.zeros(2, 3)
     x = DTensor.from_local(local, mesh, [Shard(0)])
-    with pytest.raises(TypeError, match=r"plain tensor, got hyper_parallel\.dtensor\.DTensor"):
+    with pytest.raises(TypeError, match=r"plain tensor, got hyper_parallel\.tensor\.dtensor\.DTensor"):
         DTensor.from_local(x, mesh, [Shard(0)])
     with pytest.raises(TypeError, match=r"plain tensor, got builtins\.list"):
         DTensor.from_local([1.0], mesh, [Shard(0)])
@@ -121,8 +121,8 @@ def test_from_local_says_what_is_wrong_with_its_arguments():
         DTensor.from_local(local, mesh, [Shard(2)])
     with pytest.raises(ValueError, match="give one per axis"):
         DTensor.from_local(local, mesh, [Shard(0), Replicate()])
-    with pytest.raises(ValueError, match="placements are missing"):
-        DTensor.from_local(local, mesh)
+    with pytest.raises(ValueError, match="from_local: device_mesh is missing"):
+        DTensor.from_local(local)
     with pytest.raises(ValueError, match="2 dimensions"):
         DTensor.from_local(local, mesh, [Shard(0)], shape=(8,))
     with pytest.raises(ValueError, match="stride"):

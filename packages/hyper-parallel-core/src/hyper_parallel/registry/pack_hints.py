@@ -453,6 +453,7 @@ PACK_OF_OP: dict[str, str] = {
     "neg": "hyper-parallel-ops-basic",
     "negative": "hyper-parallel-ops-basic",
     "new_empty": "hyper-parallel-ops-basic",
+    "new_empty_strided": "hyper-parallel-ops-basic",
     "new_full": "hyper-parallel-ops-basic",
     "new_ones": "hyper-parallel-ops-basic",
     "new_tensor": "hyper-parallel-ops-basic",

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_parallel import _wiring
 from hyper_parallel.sharding.group_lifetime import end_with_world, gone
+from hyper_parallel.torch_compat import current_mesh
 from hyper_parallel.torch_compat import root_of_mesh as root_mesh
 
 __all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info", "root_mesh"]
@@ -194,3 +195,20 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     elif mesh is not info.mesh:
         end_with_world(mesh)
     return info
+
+
+def mesh_or_current(mesh: Any, caller: str) -> Any:
+    """What was given as mesh, or the mesh of the ``with mesh:`` block around.
+
+    Raises:
+        ValueError: nothing was given outside of such a block.
+    """
+    if mesh is not None:
+        return mesh
+    try:
+        return current_mesh()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{caller}: device_mesh is missing, and there is no `with mesh:` block around; pass a DeviceMesh (see "
+            "init_device_mesh) or a Layout"
+        ) from error

@@ -25,8 +25,8 @@ from hyper_parallel.comm.redistribute import (
     target_spec,
     varying_axes,
 )
-from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout
-from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout, as_layout_or_whole
+from hyper_parallel.sharding.mesh import DeviceMesh, mesh_or_current
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, in_memory_order, make_spec, stride_like
@@ -76,7 +76,7 @@ class DTensor(Wrapper):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | Layout,
+        device_mesh: DeviceMesh | Layout | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -88,8 +88,8 @@ class DTensor(Wrapper):
 
         Args:
             local_tensor: this rank's piece, in the layout's local shape.
-            device_mesh: the mesh, or a :class:`Layout` (then ``placements`` is left out).
-            placements: one per mesh axis.
+            device_mesh: the mesh, by default that of the ``with mesh:`` block around; or a :class:`Layout`.
+            placements: one per mesh axis; by default Replicate.
             run_check: compare dtypes, shapes, and Replicate values, over the ranks (communicates).
             shape: global shape. Needed when the shards are uneven; by default every rank is taken to hold as much.
             stride: global stride; by default laid out like the local tensor.
@@ -105,7 +105,7 @@ class DTensor(Wrapper):
         if not isinstance(local_tensor, torch.Tensor) or kind.__name__ == "DTensor":  # ours, or PyTorch's
             hint = "; DTensor.from_torch takes over one of PyTorch's" if kind.__module__.startswith("torch.") else ""
             raise TypeError(f"from_local takes this rank's plain tensor, got {kind.__module__}.{kind.__name__}{hint}")
-        layout = as_layout(device_mesh, placements, local_tensor.ndim)
+        layout = as_layout_or_whole(mesh_or_current(device_mesh, "from_local"), placements, local_tensor.ndim)
         shape = global_shape(local_tensor, layout, shape, stride)
         here = layout.info.my_coordinate()
         expected = local_shape(layout, shape, here)
