@@ -234,6 +234,12 @@ def rules_reference(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def torch_parity(session: nox.Session) -> None:
+    """Write the page of what is as in PyTorch anew."""
+    run(session, "python", "tools/write_torch_parity.py")
+
+
+@nox.session(venv_backend="none")
 def ops(session: nox.Session) -> None:
     """Write the table of all operators anew."""
     run(session, "python", "tools/write_op_table.py")
@@ -250,6 +256,7 @@ def docs(session: nox.Session) -> None:
         "tests/repository/test_hook_reference.py",
         "tests/repository/test_rules_reference.py",
         "tests/repository/test_op_table.py",
+        "tests/repository/test_torch_parity_page.py",
         *session.posargs,
     )
 

@@ -121,8 +121,8 @@ def test_from_local_says_what_is_wrong_with_its_arguments():
         DTensor.from_local(local, mesh, [Shard(2)])
     with pytest.raises(ValueError, match="give one per axis"):
         DTensor.from_local(local, mesh, [Shard(0), Replicate()])
-    with pytest.raises(ValueError, match="placements are missing"):
-        DTensor.from_local(local, mesh)
+    with pytest.raises(ValueError, match="from_local: device_mesh is missing"):
+        DTensor.from_local(local)
     with pytest.raises(ValueError, match="2 dimensions"):
         DTensor.from_local(local, mesh, [Shard(0)], shape=(8,))
     with pytest.raises(ValueError, match="stride"):

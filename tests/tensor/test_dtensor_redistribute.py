@@ -121,7 +121,7 @@ def test_wire_dtypes_are_on_the_wire_forward_and_backward(async_op):
         y = x.redistribute(
             placements=[Replicate()],
             async_op=async_op,
-            forward_dtype=torch.bfloat16,
+            wire_dtype=torch.bfloat16,
             backward_dtype=torch.float64,
             grad_placements=[Partial()],
         )

@@ -21,7 +21,7 @@ from hyper_parallel._rules.families.contraction import (
     contraction_shape,
     contraction_strategies,
 )
-from hyper_parallel._rules.families.elementwise import Division, Elementwise, broadcast_shape, shard_if_full
+from hyper_parallel._rules.families.elementwise import Division, Elementwise, broadcast_shape, extremes, shard_if_full
 from hyper_parallel._rules.families.listed import Listed
 from hyper_parallel._rules.families.reduction import Mean, Product, Reduction, Sum, keeps_sums, mean_term
 from hyper_parallel._rules.families.views import Complex, Contiguous, DimMap, Expand, Reshape, View
@@ -169,6 +169,7 @@ __all__ = [
     "dispatch",
     "draw",
     "embedded",
+    "extremes",
     "first_derivative_only",
     "fit_rank",
     "forward_function",

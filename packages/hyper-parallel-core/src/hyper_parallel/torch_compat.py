@@ -60,6 +60,7 @@ __all__ = [
     "refuse_memory",
     "root_of_mesh",
     "run_backward",
+    "sequence_number",
     "show_dynamo",
     "skip_frames",
     "skip_package",
@@ -90,6 +91,9 @@ keeps_graph = _C._autograd._get_current_graph_task_keep_graph
 
 current_task = _C._current_graph_task_id
 """Number of the backward that runs on this thread; -1 outside of one."""
+
+sequence_number = _C._autograd._get_sequence_nr
+"""The number that the next autograd node of this thread gets."""
 
 will_run = _C._will_engine_execute_node
 """Whether the backward that runs will reach an autograd node."""

@@ -341,7 +341,7 @@ def test_dtype_on_the_wire():
     value = torch.rand(8, 4)
     tensor = make(value, mesh_of((4,)), [S0], requires_grad=True)
     with CommTrace() as trace:
-        out = tensor.redistribute(placements=[R], grad_placements=[P], forward_dtype=torch.bfloat16)
+        out = tensor.redistribute(placements=[R], grad_placements=[P], wire_dtype=torch.bfloat16)
         out.backward(torch.ones(8, 4))
     assert [(e.op, e.nbytes) for e in trace.events] == [("all_gather", 64), ("reduce_scatter", 128)]
     assert out.dtype is torch.float32

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
-from hyper_parallel.rules import gradient_paths
+from hyper_parallel.rules import gradient_paths, torch_compat
 
 if TYPE_CHECKING:
     from hyper_parallel_fsdp.state import FullyShardState
@@ -38,7 +38,7 @@ class ForwardRecord:
         tensors = [path for t in inputs if t.requires_grad for path in gradient_paths(t)[-1:] if path.requires_grad]
         for tensor in tensors:
             tensor.grad_fn  # noqa: B018 - made anew after writes to views; PyTorch's register_hook crashes without
-        self._begin = torch._C._autograd._get_sequence_nr()
+        self._begin = torch_compat.sequence_number()
         if not tensors:
             return  # the end of the whole backward closes it
         self.watched = True
@@ -76,11 +76,11 @@ class ForwardRecord:
         return node is not None and node._sequence_nr() >= self._begin
 
     def _open_once(self, grad: Any) -> None:
-        if self._task != torch._C._current_graph_task_id():
+        if self._task != torch_compat.current_task():
             self._open(grad)
 
     def _open(self, grad: Any) -> None:
-        self._task = torch._C._current_graph_task_id()
+        self._task = torch_compat.current_task()
         outer = self.outer
         if outer is not None and outer._task != self._task and not outer.state.runs_backward:
             outer._open(grad)  # the gradient did not come by way of its output

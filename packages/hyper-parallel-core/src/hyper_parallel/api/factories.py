@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout, as_layout
-from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.layout import Layout, as_layout_or_whole
+from hyper_parallel.sharding.mesh import DeviceMesh, mesh_or_current
 from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
@@ -25,17 +25,12 @@ def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
 
 
-def _layout(device_mesh: Where, placements: Sequence[Placement] | None, ndim: int) -> Layout:
-    if device_mesh is None:
-        raise ValueError("device_mesh is missing: a DeviceMesh (see init_device_mesh) or a Layout")
-    if placements is None and not isinstance(device_mesh, Layout):
-        placements = [Replicate()] * device_mesh.ndim
-    return as_layout(device_mesh, placements, ndim)
-
-
-def _check_strided(layout: torch.layout) -> None:
-    if layout != torch.strided:
-        raise ValueError(f"layout={layout}: a DTensor is always strided; its Layout goes to device_mesh=")
+def _layout_of(
+    device_mesh: Where, placements: Sequence[Placement] | None, shape: Sequence[int], memory: torch.layout
+) -> Layout:
+    if memory != torch.strided:  # which a Layout equals, where generic code hands on x.layout
+        raise ValueError(f"layout={memory}: a DTensor's memory is torch.strided")
+    return as_layout_or_whole(mesh_or_current(device_mesh, "a factory of DTensors"), placements, len(shape))
 
 
 def _finish(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool) -> DTensor:
@@ -47,12 +42,13 @@ def _local(
     make: Callable[..., torch.Tensor],
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
+    memory: torch.layout,
     requires_grad: bool,
     device_mesh: Where,
     placements: Sequence[Placement] | None,
 ) -> DTensor:
     """A constant: each rank makes its piece. A pending sum is the constant on the first rank, zero elsewhere."""
-    layout = _layout(device_mesh, placements, len(shape))
+    layout = _layout_of(device_mesh, placements, shape, memory)
     here = layout.info.my_coordinate()
     local = make(local_shape(layout, shape, here), dtype=dtype, device=layout.info.default_device())
     if layout.is_partial():
@@ -70,12 +66,15 @@ def zeros(
     device_mesh: Where = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Zeros of global shape ``size``; ``placements`` default to Replicate, and ``device_mesh`` may be a Layout.
+    """Zeros of global shape ``size``.
 
-    ``layout`` is that of other libraries' code, and always ``torch.strided``.
+    Args:
+        dtype, requires_grad: as of ``torch.zeros``.
+        layout: of the memory; only ``torch.strided``.
+        device_mesh: the mesh, by default that of the ``with mesh:`` block around; or a :class:`Layout`.
+        placements: one per mesh axis; by default Replicate.
     """
-    _check_strided(layout)
-    return _local(torch.zeros, _sizes(size), dtype, requires_grad, device_mesh, placements)
+    return _local(torch.zeros, _sizes(size), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def ones(
@@ -87,8 +86,7 @@ def ones(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Ones of global shape ``size``; see :func:`zeros`."""
-    _check_strided(layout)
-    return _local(torch.ones, _sizes(size), dtype, requires_grad, device_mesh, placements)
+    return _local(torch.ones, _sizes(size), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def empty(
@@ -100,8 +98,7 @@ def empty(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Memory of global shape ``size`` as it comes; see :func:`zeros`."""
-    _check_strided(layout)
-    return _local(torch.empty, _sizes(size), dtype, requires_grad, device_mesh, placements)
+    return _local(torch.empty, _sizes(size), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
@@ -119,8 +116,7 @@ def full(
     def make(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
         return torch.full(shape, fill_value, **options)
 
-    _check_strided(layout)
-    return _local(make, tuple(size), dtype, requires_grad, device_mesh, placements)
+    return _local(make, tuple(size), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def arange(
@@ -132,8 +128,7 @@ def arange(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """``torch.arange(start, end, step)`` on a mesh; see :func:`zeros`."""
-    _check_strided(layout)
-    where = _layout(device_mesh, placements, 1)
+    where = _layout_of(device_mesh, placements, (0,), layout)
     whole = torch.arange(*bounds, dtype=dtype, device=where.info.default_device())
     return _sliced(whole, where, requires_grad)
 
@@ -145,13 +140,18 @@ def _sliced(whole: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor
 
 
 def _random(
-    make: Callable[..., torch.Tensor], size: tuple[Any, ...], dtype: Any, grad: bool, mesh: Where, where: Any
+    make: Callable[..., torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    memory: torch.layout,
+    requires_grad: bool,
+    device_mesh: Where,
+    placements: Sequence[Placement] | None,
 ) -> DTensor:
-    shape = _sizes(size)
-    layout = _layout(mesh, where, len(shape))
+    layout = _layout_of(device_mesh, placements, shape, memory)
     check_generators(layout.info)
     # The whole tensor is drawn on every rank and cut, so that each element is what one device would have drawn.
-    return _sliced(make(shape, dtype=dtype, device=layout.info.default_device()), layout, grad)
+    return _sliced(make(shape, dtype=dtype, device=layout.info.default_device()), layout, requires_grad)
 
 
 def rand(
@@ -163,8 +163,7 @@ def rand(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Uniform in [0, 1): the values that one device with the same seed draws, for any layout; see :func:`zeros`."""
-    _check_strided(layout)
-    return _random(torch.rand, size, dtype, requires_grad, device_mesh, placements)
+    return _random(torch.rand, _sizes(size), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def randn(
@@ -176,5 +175,4 @@ def randn(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Standard normal: the values that one device with the same seed draws, for any layout; see :func:`zeros`."""
-    _check_strided(layout)
-    return _random(torch.randn, size, dtype, requires_grad, device_mesh, placements)
+    return _random(torch.randn, _sizes(size), dtype, layout, requires_grad, device_mesh, placements)

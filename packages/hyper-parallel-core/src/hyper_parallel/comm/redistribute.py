@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,37 +83,69 @@ class _Transition(torch.autograd.Function):
 _apply_transition = super(torch.autograd.Function, _Transition).apply
 
 
-class How:
-    """How a transition is carried out: dtypes on the wire, at once or in flight, or with a known value."""
+class Dtypes(NamedTuple):
+    """In which dtypes a tensor is moved, and its gradient."""
 
-    __slots__ = ("backward_dtype", "forward_dtype", "pending", "value", "want_pending")
+    source: torch.dtype
+    """Of the tensor."""
+    moved: torch.dtype
+    """What the tensor is cast to, whether or not something is sent."""
+    result: torch.dtype
+    backward: torch.dtype
+    """What a gradient is cast to before it is moved back; it arrives in that of the tensor."""
+    wire: torch.dtype | None = None
+    """In place of ``moved`` where something is sent."""
+
+    @classmethod
+    def given(
+        cls,
+        source: torch.dtype,
+        forward: torch.dtype | None,
+        backward: torch.dtype | None,
+        wire: torch.dtype | None,
+    ) -> Dtypes | None:
+        """What the arguments of ``DTensor.redistribute`` mean; None where they change nothing."""
+        forward, backward = forward or source, backward or source
+        return (
+            None if forward == backward == (wire or source) == source else cls(source, forward, forward, backward, wire)
+        )
+
+    def in_transit(self, plan: TransitionPlan) -> torch.dtype:
+        """What the tensor is cast to before the steps of ``plan``."""
+        return self.wire if self.wire and any(step.collective for step in plan.steps) else self.moved
+
+    def reverse(self) -> Dtypes:
+        """Of the gradient."""
+        return Dtypes(self.result, self.backward, self.source, self.backward)
+
+
+class How:
+    """How a transition is carried out: in other dtypes, at once or in flight, or with a known value."""
+
+    __slots__ = ("dtypes", "pending", "value", "want_pending")
 
     def __init__(
-        self,
-        forward_dtype: torch.dtype | None = None,
-        backward_dtype: torch.dtype | None = None,
-        want_pending: bool = False,
-        value: torch.Tensor | None = None,
+        self, dtypes: Dtypes | None = None, want_pending: bool = False, value: torch.Tensor | None = None
     ) -> None:
-        self.forward_dtype, self.backward_dtype = forward_dtype, backward_dtype
-        self.want_pending, self.value = want_pending, value
+        self.dtypes, self.want_pending, self.value = dtypes, want_pending, value
         self.pending: Pending | None = None
 
     def reverse(self) -> How:
-        return PLAIN if self.backward_dtype is None else How(self.backward_dtype, self.forward_dtype)
+        return PLAIN if self.dtypes is None else How(self.dtypes.reverse())
 
     def run(self, local: torch.Tensor, plan: TransitionPlan) -> torch.Tensor:
+        sent, result_dtype = local, local.dtype
+        if self.dtypes is not None:
+            sent, result_dtype = local.to(self.dtypes.in_transit(plan)), self.dtypes.result
         if not plan.steps:
-            return local.view_as(local)
-        if self.forward_dtype is None and not self.want_pending:
-            return plan.run(local)
-        sent = local if self.forward_dtype is None else local.to(self.forward_dtype)
+            result = sent.to(result_dtype)
+            return local.view_as(local) if result is local else result
         if not self.want_pending:
-            return plan.run(sent).to(local.dtype)
-        result = plan.start(sent)
-        if isinstance(result, torch.Tensor):
-            return result.to(local.dtype)
-        self.pending = result if sent.dtype is local.dtype else CastResult(result, local.dtype)
+            return plan.run(sent).to(result_dtype)
+        started = plan.start(sent)
+        if isinstance(started, torch.Tensor):
+            return started.to(result_dtype)
+        self.pending = started if sent.dtype is result_dtype else CastResult(started, result_dtype)
         return self.pending.out
 
 
@@ -144,7 +176,7 @@ def moved(local: torch.Tensor, move: Redistribution, how: How = PLAIN) -> torch.
     tracked = torch.is_grad_enabled() and local.requires_grad
     if tracked and not move.only_sums:
         local, move = _with_sums(local, move)
-    if move.src[0] is move.dst[0] and (not tracked or move.src[1] == move.dst[1]):
+    if move.src[0] is move.dst[0] and (not tracked or move.src[1] == move.dst[1]) and how.dtypes is None:
         return local
     if comm_trace._active:
         with _described(move, None, "forward"):

@@ -416,6 +416,13 @@ def as_layout(mesh: Any, placements: Sequence[Placement] | Layout | None, ndim: 
     return Layout.from_placements(mesh, placements, ndim=ndim)
 
 
+def as_layout_or_whole(mesh: Any, placements: Sequence[Placement] | Layout | None, ndim: int) -> Layout:
+    """As :func:`as_layout`; without placements a mesh means Replicate on each of its axes, as for PyTorch."""
+    if placements is None and isinstance(mesh, DeviceMesh):
+        placements = [Replicate()] * mesh.ndim
+    return as_layout(mesh, placements, ndim)
+
+
 def fit_rank(layout: Layout, ndim: int) -> Layout:
     """A layout for a tensor of ``ndim`` dims; the engine knows an output's rank only from its shards."""
     if layout.ndim == ndim:

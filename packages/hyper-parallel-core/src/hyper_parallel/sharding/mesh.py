@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel import _wiring
 from hyper_parallel.sharding.group_lifetime import end_with_world, gone
 from hyper_parallel.sharding.time_limit import give_users_limit, users_limit
+from hyper_parallel.torch_compat import current_mesh
 from hyper_parallel.torch_compat import root_of_mesh as root_mesh
 
 __all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info", "root_mesh"]
@@ -149,9 +150,9 @@ class MeshInfo:
             whole = self.group(axes)
             first = whole.rank // size * size
             members = {int(self.mesh.mesh[c]): c for c in whole.coordinates[first : first + size]}
-            group: Any = dist.new_group(sorted(members), use_local_synchronization=True)
+            group: Any = dist.new_group(sorted(members), timeout=users_limit(), use_local_synchronization=True)
             ranks = dist.get_process_group_ranks(group)
-            found = AxisGroup(axes, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
+            found = AxisGroup(axes, self.names, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
             self._parts[axes, size] = found
         return found
 
@@ -220,3 +221,20 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
         end_with_world(mesh)
         give_users_limit(mesh)
     return info
+
+
+def mesh_or_current(mesh: Any, caller: str) -> Any:
+    """What was given as mesh, or the mesh of the ``with mesh:`` block around.
+
+    Raises:
+        ValueError: nothing was given outside of such a block.
+    """
+    if mesh is not None:
+        return mesh
+    try:
+        return current_mesh()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{caller}: device_mesh is missing, and there is no `with mesh:` block around; pass a DeviceMesh (see "
+            "init_device_mesh) or a Layout"
+        ) from error

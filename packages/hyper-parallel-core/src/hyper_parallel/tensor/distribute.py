@@ -12,8 +12,8 @@ from torch import nn
 
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import transition
-from hyper_parallel.sharding.layout import Layout, as_layout
-from hyper_parallel.sharding.mesh import AxisGroup, DeviceMesh, mesh_info
+from hyper_parallel.sharding.layout import Layout, as_layout_or_whole
+from hyper_parallel.sharding.mesh import AxisGroup, DeviceMesh, mesh_info, mesh_or_current
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard
 from hyper_parallel.sharding.shard_ranges import dim_intervals, length, split_intervals
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
@@ -28,7 +28,7 @@ _SAID = "distribute_tensor: the tensor"
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: DeviceMesh | Layout,
+    device_mesh: DeviceMesh | Layout | None = None,
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -38,8 +38,8 @@ def distribute_tensor(
     Args:
         tensor: the global tensor, a leaf. Every rank passes one of the same shape and dtype; a meta tensor gives a
             DTensor on the meta device without communication.
-        device_mesh: the mesh, or a :class:`Layout`.
-        placements: one per mesh axis.
+        device_mesh: the mesh, by default that of the ``with mesh:`` block around; or a :class:`Layout`.
+        placements: one per mesh axis; by default Replicate.
         src_data_rank: index along every mesh axis of the rank whose data counts: it is scattered over the axes that
             shard and broadcast over the others. ``None``: every rank slices what it has itself, without communication.
 
@@ -51,6 +51,7 @@ def distribute_tensor(
         ValueError: the tensor is a DTensor in another layout, or not a leaf; the source rank is out of range; on every
             rank, when shapes, dtypes or placements differ by rank and ``src_data_rank`` is a rank.
     """
+    device_mesh = mesh_or_current(device_mesh, "distribute_tensor")
     try:
         layout = _checked(tensor, device_mesh, placements)
     except (TypeError, ValueError) as error:
@@ -84,7 +85,7 @@ def _checked(tensor: Any, device_mesh: DeviceMesh | Layout, placements: Sequence
             f"distribute_tensor takes the global tensor on every rank, got {type(tensor).__name__}. Ranks other than "
             "the source pass any tensor of its shape and dtype; torch.empty(()).expand(shape) takes no memory"
         )
-    layout = as_layout(device_mesh, placements, tensor.ndim)
+    layout = as_layout_or_whole(device_mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):
         if tensor.layout is not layout:
             raise ValueError(
@@ -238,7 +239,7 @@ _DISTRIBUTED = "_hyper_parallel_distributed"
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
@@ -246,6 +247,8 @@ def distribute_module(
     """Spread a module over a mesh in three stages, in place.
 
     Args:
+        module: the module.
+        device_mesh: the mesh; by default that of the ``with mesh:`` block around.
         partition_fn: called as ``(name, submodule, mesh)`` on every submodule to shard its parameters. What it leaves
             plain, parameters and buffers, becomes Replicate.
         input_fn: called as ``(module, inputs, mesh)`` before the module's forward; returns the new positional inputs.
@@ -264,15 +267,16 @@ def distribute_module(
             raise ValueError(
                 f"distribute_module: {name} takes (module, values, device_mesh), got {inspect.signature(fn)}"
             )
+    mesh = mesh_or_current(device_mesh, "distribute_module")
     with replaces_parameters([module], "distribute_module"):
         for name, submodule in module.named_modules():
             if partition_fn is not None:
-                partition_fn(name, submodule, device_mesh)
-        replicate_rest(module, device_mesh)
+                partition_fn(name, submodule, mesh)
+        replicate_rest(module, mesh)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, device_mesh))
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, device_mesh))
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
     setattr(module, _DISTRIBUTED, True)
     return module
 

@@ -16,6 +16,7 @@ import torch
 
 from hyper_parallel import _wiring
 from hyper_parallel.comm.redistribute import (
+    Dtypes,
     How,
     convert_gradient,
     describe,
@@ -24,8 +25,8 @@ from hyper_parallel.comm.redistribute import (
     target_spec,
     varying_axes,
 )
-from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout
-from hyper_parallel.sharding.mesh import DeviceMesh
+from hyper_parallel.sharding.layout import Layout, _rebuild_layout, as_layout, as_layout_or_whole
+from hyper_parallel.sharding.mesh import DeviceMesh, mesh_or_current
 from hyper_parallel.sharding.placements import PackedShard, Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec, make_spec
@@ -77,7 +78,7 @@ class DTensor(Wrapper):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh | Layout,
+        device_mesh: DeviceMesh | Layout | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -89,8 +90,8 @@ class DTensor(Wrapper):
 
         Args:
             local_tensor: this rank's piece, in the layout's local shape.
-            device_mesh: the mesh, or a :class:`Layout` (then ``placements`` is left out).
-            placements: one per mesh axis.
+            device_mesh: the mesh, by default that of the ``with mesh:`` block around; or a :class:`Layout`.
+            placements: one per mesh axis; by default Replicate.
             run_check: compare dtypes, shapes, and Replicate values, over the ranks (communicates).
             shape: global shape. Needed when the shards are uneven; by default every rank is taken to hold as much.
             stride: global stride; by default laid out like the local tensor, gaps included, or contiguous where a
@@ -107,7 +108,7 @@ class DTensor(Wrapper):
         if not isinstance(local_tensor, torch.Tensor) or kind.__name__ == "DTensor":  # ours, or PyTorch's
             hint = "; DTensor.from_torch takes over one of PyTorch's" if kind.__module__.startswith("torch.") else ""
             raise TypeError(f"from_local takes this rank's plain tensor, got {kind.__module__}.{kind.__name__}{hint}")
-        layout = as_layout(device_mesh, placements, local_tensor.ndim)
+        layout = as_layout_or_whole(mesh_or_current(device_mesh, "from_local"), placements, local_tensor.ndim)
         shape = global_shape(local_tensor, layout, shape, stride)
         here = layout.info.my_coordinate()
         expected = local_shape(layout, shape, here)
@@ -166,6 +167,7 @@ class DTensor(Wrapper):
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The same tensor in another layout of the same mesh, by the fewest bytes; differentiable.
@@ -174,7 +176,11 @@ class DTensor(Wrapper):
             device_mesh: the tensor's mesh (default), or the target :class:`Layout`.
             placements: target placements, one per mesh axis, or a Layout.
             async_op: return at once; the first use waits.
-            forward_dtype, backward_dtype: dtype on the wire, forward and backward.
+            forward_dtype: dtype of the result; the tensor is cast before it is sent. By default the tensor's own.
+            backward_dtype: what the gradient is cast to before it is sent back; it arrives in the tensor's dtype. By
+                default that one.
+            wire_dtype: dtype in which the values are sent, where that is not the result's; rounds nothing where nothing
+                is sent. (That of the gradient is ``backward_dtype``.)
             grad_placements: of the result, as in :meth:`from_local`. ``Partial()`` where the target is Replicate says
                 that each rank will use the result for different work: the backward of an all-gather is then one
                 reduce-scatter.
@@ -199,8 +205,11 @@ class DTensor(Wrapper):
         if grad_placements is not None:
             gradient_layout(layout, NOT_VARYING, grad_placements)  # raises when they do not fit
             varying = varying_axes(layout, grad_placements)
-        how = How(forward_dtype, backward_dtype, want_pending=async_op)
-        return conversion.convert(self, target_spec(spec, layout, varying), how)
+        target = target_spec(spec, layout, varying)
+        dtypes = Dtypes.given(spec.dtype, forward_dtype, backward_dtype, wire_dtype)
+        if dtypes is not None and dtypes.result != spec.dtype:
+            target = target.replace(dtype=dtypes.result)
+        return conversion.convert(self, target, How(dtypes, want_pending=async_op))
 
     def reduce_partial(self) -> DTensor:
         """Every pending reduction carried out: Partial becomes Replicate. Computed once per tensor."""

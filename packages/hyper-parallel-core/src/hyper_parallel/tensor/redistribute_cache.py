@@ -21,12 +21,18 @@ __all__ = ["convert", "reduced_form", "remembered"]
 
 def convert(tensor: DTensor, spec: Spec, how: How | None = None) -> DTensor:
     """The tensor in another spec of the same shape; itself when nothing changes."""
-    old = tensor._spec
-    if spec is old:
+    old, casts = tensor._spec, how is not None and how.dtypes is not None
+    if spec is old and not casts:
         return tensor
     local = tensor._local if tensor._pending is None else tensor._resolve()
     origin = tensor._origin
-    if origin is not None and old.layout is spec.layout and torch.is_grad_enabled() and origin.is_current(local):
+    if (
+        origin is not None
+        and old.layout is spec.layout
+        and not casts
+        and torch.is_grad_enabled()
+        and origin.is_current(local)
+    ):
         # Used as varying after a redistribution: one node from where it came from, with the value we have already.
         how = How(value=local.detach())
         local, move = origin.local, move_of(origin.move.src, (spec.layout, spec.varying), old.shape, old.memory_order)
@@ -36,7 +42,7 @@ def convert(tensor: DTensor, spec: Spec, how: How | None = None) -> DTensor:
     result = wrap(local_result, spec)
     if how is not None and how.pending is not None:
         result._pending = InFlight(how.pending, result._pending)
-    if move.src[0] is not move.dst[0] and local_result.requires_grad and (how is None or how.backward_dtype is None):
+    if move.src[0] is not move.dst[0] and local_result.requires_grad and not casts:
         result._origin = Origin(local, move, local_result)
     return result
 

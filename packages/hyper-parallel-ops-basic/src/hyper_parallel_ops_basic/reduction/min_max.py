@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hyper_parallel import Layout, Partial, Placement, Replicate, Shard, Strategy
-from hyper_parallel.rules import Call, OpSummary, OverAxes, Reduction, S, broadcast_shape, global_indices, shard_if_full
+from hyper_parallel.rules import (
+    Call,
+    OpSummary,
+    OverAxes,
+    Reduction,
+    S,
+    broadcast_shape,
+    extremes,
+    global_indices,
+    shard_if_full,
+)
 
 _NOWHERE = torch.iinfo(torch.int64).max
 
@@ -32,7 +42,7 @@ class Extreme(Reduction):
 
     signature = "input, dim=None, keepdim=False, *, other=None"
 
-    def __init__(self, op_name: str, *, op: str, indices: bool = False) -> None:
+    def __init__(self, op_name: str, *, op: Literal["max", "min"], indices: bool = False) -> None:
         super().__init__(op_name)
         self.op, self.indices = op, indices
 
@@ -59,6 +69,8 @@ class Extreme(Reduction):
         out = broadcast_shape(shapes)
         for d in range(len(out)):
             yield Strategy([shard_if_full(shape, d, out) for shape in shapes], S(d))
+        if not any(call.needs_grad):
+            yield from extremes(self.op, len(shapes))
 
     def folded_output(self, call: Call) -> Placement:
         inside = call.needs_grad[0] or self.with_index(call)

@@ -15,12 +15,19 @@ from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import Partial
 
 Linear = Literal["no", "each", "sum", "first"]
+Rising = Literal["no", "first", "max", "min"]
 _SHARDS = "every dim, operands alike; broadcast dims stay whole"
 _PENDING: dict[Linear, str] = {
     "no": "reduced first",
     "each": "passes through one factor",
     "sum": "passes when every tensor is pending; a number counts once",
     "first": "passes",
+}
+_EXTREME: dict[Rising, str] = {
+    "no": "",
+    "first": "; a max or min passes without gradient",
+    "max": "; a max passes without gradient, a min in one operand",
+    "min": "; a min passes without gradient, a max in one operand",
 }
 
 
@@ -33,15 +40,21 @@ class Elementwise(StrategyOp):
             ``"sum"``: when every tensor is pending (``add``, ``sub``); a Python number is then added on one rank only.
             ``"each"``: one tensor may be pending (``mul``).
             ``"first"``: the first tensor may be pending (``neg``, ``div``, casts).
+        rising: how a pending max or min passes where no gradient is needed. Wherever it does, the result never falls
+            as an operand grows, and is NaN where an operand is.
+            ``"no"``: not at all.
+            ``"first"``: the first tensor may be pending (``relu``, ``clamp``, ``exp``).
+            ``"max"``: it is the larger of two: one may be pending, or both a max (``maximum``).
+            ``"min"``: the smaller of two, likewise (``minimum``).
         outputs: number of output tensors.
     """
 
     scalars_matter = False
 
-    def __init__(self, op_name: str, *, linear: Linear = "no", outputs: int = 1) -> None:
+    def __init__(self, op_name: str, *, linear: Linear = "no", rising: Rising = "no", outputs: int = 1) -> None:
         super().__init__(op_name)
-        self.linear, self.outputs = linear, outputs
-        self.summary = OpSummary(_SHARDS, _PENDING[linear])
+        self.linear, self.rising, self.outputs = linear, rising, outputs
+        self.summary = OpSummary(_SHARDS, _PENDING[linear] + _EXTREME[rising])
 
     def num_outputs(self, call: Call) -> int:
         return self.outputs
@@ -54,6 +67,8 @@ class Elementwise(StrategyOp):
             if any(p != R for p in inputs):
                 yield Strategy(inputs, S(d))
         yield from self._pending(call, len(shapes))
+        if self.rising != "no" and not any(call.needs_grad):
+            yield from extremes(self.rising, len(shapes))
 
     def output_shapes(self, call: Call) -> list[tuple[int, ...]] | None:
         if any(spec.dtype.is_complex for spec in call.inputs):
@@ -93,6 +108,15 @@ class Elementwise(StrategyOp):
                     yield Strategy([p if j == i else R for j in range(count)], p)
             elif self.linear == "first":
                 yield Strategy([p], p)
+
+
+def extremes(rising: Rising, count: int) -> Iterable[Strategy]:
+    """Rows for pending maxima and minima of ``count`` tensors; see :class:`Elementwise`."""
+    if rising in ("max", "min"):
+        yield Strategy([Partial(rising)] * count, Partial(rising))
+    for kind in (Partial("max"), Partial("min")):
+        for i in range(1 if rising == "first" else count):
+            yield Strategy([kind if j == i else R for j in range(count)], kind)
 
 
 class Division(Elementwise):
