@@ -14,6 +14,7 @@ from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.given_memory import note_leaf
 
 __all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
 
@@ -34,6 +35,7 @@ def _layout(device_mesh: Where, placements: Sequence[Placement] | None, ndim: in
 
 def _finish(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool) -> DTensor:
     local.requires_grad_(requires_grad)
+    note_leaf(local)
     return wrap(local, make_spec(layout, shape, contiguous_stride(shape), local.dtype))
 
 

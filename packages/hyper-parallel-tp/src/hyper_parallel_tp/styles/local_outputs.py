@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout
-from hyper_parallel.rules import is_shard, mesh_info
+from hyper_parallel.rules import is_shard, local_of, mesh_info
 
 
 def local_piece(value: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
@@ -23,7 +23,7 @@ def local_piece(value: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
     if not isinstance(value, DTensor) or value.layout.info is not mesh_info(mesh):
         return value
     check_pieces(value.layout, value.shape, module)
-    return value.to_local()
+    return local_of(value)
 
 
 def check_pieces(layout: Layout, shape: Sequence[int], module: nn.Module) -> None:
