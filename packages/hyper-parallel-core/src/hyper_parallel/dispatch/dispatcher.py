@@ -110,6 +110,8 @@ def _call(
     lookup = tuple(key)
     plan = rule.cache.get(lookup)
     if plan is None or not plan.ready:
+        if plan is None:
+            plan = rule.recall(lookup)
         read = rule.op.arguments.as_read(rule.func, args, kwargs) if plan is None and kwargs else None  # type: ignore[attr-defined]
         if read is not None:
             named_source = source if args else next(iter(read[0]), None)

@@ -12,14 +12,13 @@ from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel.comm.planner import plan_transition
 from hyper_parallel.dispatch.arguments import make_call, make_call_of
 from hyper_parallel.dispatch.cross_mesh import common_mesh
+from hyper_parallel.dispatch.plan_cache import PlanCache
 from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import NOT_VARYING, Spec, in_memory_order, make_spec, stride_like, tells_order
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.utils.structures import rebuilt
-
-CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
 
 
 class DispatchEntry:
@@ -34,6 +33,7 @@ class DispatchEntry:
         "inplace",
         "name",
         "op",
+        "plans",
         "use_reduced",
     )
 
@@ -49,13 +49,16 @@ class DispatchEntry:
         # A view must be of the tensor itself, so that writes reach it.
         self.use_reduced = not self.inplace and not generic and not op.makes_views  # type: ignore[attr-defined]
         self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
-        self.cache: dict[Any, Any] = {}
+        self.plans = PlanCache()
+        self.cache = self.plans.young  # what a warm call looks into
 
     def remember(self, key: Any, plan: Any) -> None:
         """Keep a plan for calls with this key."""
-        if len(self.cache) >= CACHE_LIMIT:
-            self.cache.clear()
-        self.cache[key] = plan
+        self.plans.remember(key, plan)
+
+    def recall(self, key: Any) -> Any:
+        """A plan that the cache has not, but that was made some time ago; None where it was dropped since."""
+        return self.plans.recall(key)
 
 
 class Plan:
