@@ -6,10 +6,11 @@ They are kept per thread, nest, and are restored when the block raises.
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from hyper_parallel import torch_compat
 
@@ -36,6 +37,8 @@ def _interned(mode: Mode) -> Mode:
 
 class _State(threading.local):
     mode: Mode = _interned(Mode())
+    # Stands for the outermost call of a parallelised module that runs; None outside of such calls.
+    call: _Call | None = None
 
 
 state = _State()
@@ -93,6 +96,37 @@ def implicit_replication() -> AbstractContextManager[None]:
 def SkipDTensorDispatch() -> AbstractContextManager[None]:
     """Inside, DTensors act as their local tensors: operators run on the local pieces and return plain tensors."""
     return _Switched(skip=True)
+
+
+@contextmanager
+def module_call() -> Iterator[None]:
+    """The call of a parallelised module. What is computed of its parameters for it, it keeps until it returns; calls
+    inside of it are part of it."""
+    caller = object()
+    open_call(caller)
+    try:
+        yield
+    finally:
+        close_call(caller)
+
+
+class _Call:
+    __slots__ = ("caller",)
+
+    def __init__(self, caller: object) -> None:
+        self.caller = caller
+
+
+def open_call(caller: object, *_: Any) -> None:
+    """Begin the call of a parallelised module, if none runs; also as a forward pre-hook."""
+    if state.call is None:
+        state.call = _Call(caller)
+
+
+def close_call(caller: object, *_: Any) -> None:
+    """End the call that ``caller`` began; also as a forward hook."""
+    if state.call is not None and state.call.caller is caller:
+        state.call = None
 
 
 def in_backward() -> bool:

@@ -81,6 +81,7 @@ from hyper_parallel.dispatch.gradient_types import vary_axes
 from hyper_parallel.tensor.autograd_bridge import gradient_paths
 from hyper_parallel.tensor.distribute import as_parameter, replicate_rest
 from hyper_parallel.tensor.dtensor import wrap
+from hyper_parallel.tensor.given_memory import local_of
 from hyper_parallel.tensor.in_place import before_write
 from hyper_parallel.tensor.random import check_generators, draw, embedded, local_part
 from hyper_parallel.tensor.redistribute_cache import remembered
@@ -186,6 +187,7 @@ __all__ = [
     "keeps_sums",
     "kept",
     "length",
+    "local_of",
     "local_part",
     "local_shape",
     "locate",

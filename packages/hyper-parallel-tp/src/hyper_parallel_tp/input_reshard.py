@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel import DeviceMesh, DTensor, Layout, Replicate, Shard
-from hyper_parallel.rules import NOT_VARYING, Spec, is_replicate, map_structure, mesh_info, transition, wrap
+from hyper_parallel.rules import NOT_VARYING, Spec, is_replicate, local_of, map_structure, mesh_info, transition, wrap
 
 __all__ = ["input_reshard"]
 
@@ -81,7 +81,7 @@ class _Resharding(saved_tensors_hooks):
     def taken(self, tensor: torch.Tensor) -> torch.Tensor:
         """The input as the module is to see it."""
         if isinstance(tensor, DTensor):
-            tensor.to_local()  # has arrived, if it was in flight: that counts as a write
+            local_of(tensor)  # has arrived, if it was in flight: that counts as a write
         return without_hold(tensor) if self.note(tensor) and isinstance(tensor, DTensor) else tensor
 
     def note(self, tensor: torch.Tensor) -> bool:
@@ -89,7 +89,7 @@ class _Resharding(saved_tensors_hooks):
         if not -tensor.ndim <= self.dim < tensor.ndim or tensor.numel() < self.mesh.size():
             return False
         if isinstance(tensor, DTensor):
-            local, layout = tensor.to_local(), tensor.layout
+            local, layout = local_of(tensor), tensor.layout
             axis = _axis_of(tensor, self.mesh)
             if axis is None or not is_replicate(layout.placements[axis]):
                 return False
@@ -102,7 +102,7 @@ class _Resharding(saved_tensors_hooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):  # kept as such by an autograd.Function: by a checkpoint
             self.note(tensor)
-            local, spec = tensor.to_local(), tensor.spec
+            local, spec = local_of(tensor), tensor.spec
         else:
             local, spec = tensor, None
         found = self.slices.get(_memory(local))
@@ -173,7 +173,7 @@ def without_hold(tensor: DTensor) -> DTensor:
     """
     if not torch.is_grad_enabled() or tensor.is_leaf or not tensor.requires_grad:
         return tensor
-    local = tensor.to_local()
+    local = local_of(tensor)
     weightless = wrap(_Weightless.apply(local), tensor.spec)
     with torch.no_grad():
         whole = wrap(local.detach(), tensor.spec)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.dispatch.gradient_types import vary_axes
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
-from hyper_parallel.sharding.placements import Placement, Replicate, Shard
+from hyper_parallel.sharding.placements import Placement, Replicate
 from hyper_parallel.sharding.spec import make_spec
 from hyper_parallel.sharding.stated import as_stated, stride_of_whole
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.tensor.redistribute_cache import remembered
+from hyper_parallel.tensor.shapes_of_pieces import global_shapes
 
 __all__ = ["custom_shard"]
 
@@ -35,6 +35,10 @@ def custom_shard(
     grad_placements: Any = None,
 ) -> Any:
     """Wrap a function of local tensors so that it takes and returns DTensors.
+
+    How large an output is only its pieces tell, and they may be larger or smaller at the next call. So where one is
+    sharded the ranks tell each other the sizes at each call (one small all-gather); a :class:`DFunction` whose forward
+    works on meta tensors needs none.
 
         @custom_shard(device_mesh=mesh, out_layouts=[Shard(0)])
         def rotate(x, angle): ...
@@ -54,7 +58,8 @@ def custom_shard(
 
     Raises:
         TypeError: ``func`` is a module, or a declared input is no DTensor.
-        ValueError: ``out_layouts`` is missing or does not fit the outputs.
+        ValueError: ``out_layouts`` is missing or does not fit the outputs; on every rank, when the pieces of an output
+            are not as ``torch.chunk`` cuts a tensor.
         RedistributionError: an input has another layout and ``redistribute_inputs`` is False.
     """
     if isinstance(func, nn.Module):
@@ -100,7 +105,6 @@ class _CustomShard:
         self.func, self.mesh, self.outputs, self.inputs = func, mesh, outputs, inputs
         self.may_move, self.gradients = may_move, gradients
         self.name = getattr(func, "__name__", "custom_shard function")
-        self.shapes: dict[Any, tuple[int, ...]] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         declared = self._declared(args, kwargs)
@@ -174,50 +178,31 @@ class _CustomShard:
             raise ValueError(
                 f"{self.name}: out_layouts has {len(layouts)} entries, the function returned {len(outs)} values"
             )
-        wrapped = []
-        for index, (value, declared) in enumerate(zip(outs, layouts, strict=True)):
-            if declared is None or not isinstance(value, torch.Tensor):
-                wrapped.append(value)
-                continue
-            layout = self._layout(declared, value.ndim, tensors[0])
-            shape = self._shape(index, value, layout, tensors)
-            varying = frozenset(
-                axis
-                for axis, placement in enumerate(layout.placements)
-                if isinstance(placement, Replicate)
-                and any(axis in t._spec.varying for t in tensors)
-                and all(isinstance(t.placements[axis], Replicate) for t in tensors)
-            )
-            spec = make_spec(layout, shape, stride_of_whole(value, shape, layout), value.dtype, varying)
-            wrapped.append(wrap(as_stated(value, spec), spec))
+        placed = [
+            (value, self._layout(declared, value.ndim, tensors[0]))
+            if declared is not None and isinstance(value, torch.Tensor)
+            else None
+            for value, declared in zip(outs, layouts, strict=True)
+        ]
+        shapes = iter(global_shapes([(p[0].shape, p[1]) for p in placed if p is not None], self.name))
+        wrapped = [
+            value if p is None else _wrapped_as(value, p[1], next(shapes), tensors)
+            for value, p in zip(outs, placed, strict=True)
+        ]
         return type(out)(wrapped) if many else wrapped[0]
 
-    def _shape(self, index: int, local: torch.Tensor, layout: Layout, tensors: list[DTensor]) -> tuple[int, ...]:
-        """Global shape of an output: local sizes, summed over the axes that shard them.
 
-        When an input is unevenly sharded the sizes are added up over the ranks, once per combination of input shapes;
-        otherwise all ranks hold as much.
-        """
-        key = (index, layout, *(t._spec for t in tensors))
-        if key in self.shapes:
-            return self.shapes[key]
-        shape = list(local.shape)
-        uneven = any(
-            t.shape[p.dim] % t.layout.mesh_shape[a]
-            for t in tensors
-            for a, p in enumerate(t.placements)
-            if isinstance(p, Shard)
-        )
-        for dim, axes in enumerate(layout.shard_order):
-            if axes and uneven:
-                total = torch.tensor(shape[dim], device=layout.info.default_device())
-                comm.all_reduce(total, layout.info.group(tuple(sorted(axes))), "sum")
-                shape[dim] = int(total)
-            else:
-                for axis in axes:
-                    shape[dim] *= layout.mesh_shape[axis]
-        self.shapes[key] = tuple(shape)
-        return self.shapes[key]
+def _wrapped_as(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], tensors: Sequence[DTensor]) -> DTensor:
+    """An output of which this rank holds ``local``; varying where all inputs are Replicate and one is varying."""
+    varying = frozenset(
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Replicate)
+        and any(axis in t._spec.varying for t in tensors)
+        and all(isinstance(t.placements[axis], Replicate) for t in tensors)
+    )
+    spec = make_spec(layout, shape, stride_of_whole(local, shape, layout), local.dtype, varying)
+    return wrap(as_stated(local, spec), spec)
 
 
 def _is_layout(value: Any) -> bool:

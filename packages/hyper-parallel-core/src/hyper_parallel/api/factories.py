@@ -14,6 +14,7 @@ from hyper_parallel.sharding.placements import Partial, Placement, Replicate
 from hyper_parallel.sharding.shard_ranges import local_shape
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.given_memory import note_leaf
 from hyper_parallel.tensor.random import check_generators
 
 __all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
@@ -35,6 +36,7 @@ def _layout_of(
 
 def _finish(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], requires_grad: bool) -> DTensor:
     local.requires_grad_(requires_grad)
+    note_leaf(local)
     return wrap(local, make_spec(layout, shape, contiguous_stride(shape), local.dtype))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hyper_parallel.context import state
 from hyper_parallel.sharding.layout import Layout, as_layout
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import is_replicate, is_shard
@@ -144,7 +145,9 @@ def taken_as(
     share a plain input share the collectives on it and on its gradient, as long as it is not written to.
 
     A leaf that wants a gradient is taken anew each time: the graph would keep it, and so what is remembered, alive.
-    So is one on which no collectives are due here (not ``shared``).
+    So is one on which no collectives are due here (not ``shared``). What is taken inside the call of a parallelised
+    module serves that one only; outside of such calls a leaf is taken anew each time, as its owner may write to it
+    unseen (a buffer that is filled with one batch after the other).
     """
     tracked = local.requires_grad and torch.is_grad_enabled()
     kind = (layout, shape, local.__class__, local.shape, local.stride(), local.dtype)
@@ -152,17 +155,18 @@ def taken_as(
     if spec is None:
         if len(_specs_taken) >= _KINDS:
             _specs_taken.clear()
-        spec = _specs_taken[kind] = DTensor.from_local(local.detach(), layout, shape=shape).spec
+        alike = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+        spec = _specs_taken[kind] = DTensor.from_local(alike, layout, shape=shape).spec
     if tracked and local.is_leaf:
         return wrap(local.view_as(local), spec)
-    if not shared or local.is_inference():
+    if not shared or local.is_inference() or (local.is_leaf and state.call is None):
         return wrap(local, spec)
     forms = _taken.setdefault(local, {})
     key = (spec, tracked)
-    version, taken = forms.get(key, (None, None))
-    if taken is None or version != local._version:
+    version, call, taken = forms.get(key, (None, None, None))
+    if taken is None or version != local._version or (call is not None and call is not state.call):
         taken = wrap(_Alias.apply(local) if tracked else local.detach(), spec)
-        forms[key] = (local._version, taken)
+        forms[key] = (local._version, state.call, taken)
     return taken
 
 

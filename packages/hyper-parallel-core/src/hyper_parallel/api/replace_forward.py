@@ -6,11 +6,12 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
-from hyper_parallel.context import implicit_replication, state
+from hyper_parallel.context import implicit_replication, module_call, state
 from hyper_parallel.tensor.untraced import untraced
 
 NOT_COMPILED = (
@@ -21,15 +22,16 @@ NOT_COMPILED = (
 
 def replicate_plain_inside(module: nn.Module) -> None:
     """Make plain tensors that meet DTensors inside the module's forward (buffers, masks, position ids) count as
-    Replicate."""
+    Replicate; and what is computed of parameters for one forward of the outermost such module serve that one only."""
     if getattr(module.forward, "_replicates_plain", False):
         return
     function = forward_function(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if state.mode.replicate_plain:
+        if state.mode.replicate_plain and state.call is not None:
             return function(self, *args, **kwargs)
-        with implicit_replication():
+        # What a module without children takes others may take too, outside of its call.
+        with implicit_replication(), module_call() if next(self.children(), None) is not None else nullcontext():
             return function(self, *args, **kwargs)
 
     untraced(functools.update_wrapper(forward, function), NOT_COMPILED)

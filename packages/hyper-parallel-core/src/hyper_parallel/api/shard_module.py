@@ -20,6 +20,7 @@ from hyper_parallel.sharding.placements import Placement
 from hyper_parallel.sharding.sharding_plan import ShardingPlan
 from hyper_parallel.tensor.distribute import as_parameter, distribute_tensor, replicate_rest
 from hyper_parallel.tensor.dtensor import DTensor
+from hyper_parallel.tensor.given_memory import local_of
 from hyper_parallel.tensor.replaced_parameters import replaces_parameters
 from hyper_parallel.utils.structures import change_values
 
@@ -75,7 +76,7 @@ def shard_module(
             module.register_forward_hook(_output_hook(mesh, outputs[name]))
         if name in local:
             module.register_forward_hook(
-                lambda mod, args, out: map_dtensors(out, lambda t: t.reduce_partial().to_local())
+                lambda mod, args, out: map_dtensors(out, lambda t: local_of(t.reduce_partial()))
             )
         # Modules with children, not only the root: activation checkpointing calls them again, outside the root's
         # forward.

@@ -27,7 +27,8 @@ def local_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def on_locals(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    local_args, local_kwargs = local_arguments(args, kwargs)
+    """Run a function on the local tensors, which the user so gets: the result may be a view of one, or one itself."""
+    local_args, local_kwargs = map_arguments(args, kwargs, lambda tensor: tensor.to_local())
     return func(*local_args, **local_kwargs)
 
 

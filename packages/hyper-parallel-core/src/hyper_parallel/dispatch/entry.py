@@ -8,8 +8,7 @@ from typing import Any
 from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel._rules.strategy import LayoutOp
 from hyper_parallel.dispatch.cache_key import kinds_by_value
-
-CACHE_LIMIT = 4096  # plans per function; a full cache starts afresh
+from hyper_parallel.dispatch.plan_cache import PlanCache
 
 
 class DispatchEntry:
@@ -24,6 +23,7 @@ class DispatchEntry:
         "inplace",
         "name",
         "op",
+        "plans",
         "use_reduced",
     )
 
@@ -37,13 +37,16 @@ class DispatchEntry:
         # A view must be of the tensor itself, so that writes reach it.
         self.use_reduced = not self.inplace and not generic and not op.makes_views  # type: ignore[attr-defined]
         self.grad_placements: Any = None  # a DFunction's own word on its inputs' gradients
-        self.cache: dict[Any, Any] = {}
+        self.plans = PlanCache()
+        self.cache = self.plans.young  # what a warm call looks into
 
     def remember(self, key: Any, plan: Any) -> None:
         """Keep a plan for calls with this key."""
-        if len(self.cache) >= CACHE_LIMIT:
-            self.cache.clear()
-        self.cache[key] = plan
+        self.plans.remember(key, plan)
+
+    def recall(self, key: Any) -> Any:
+        """A plan that the cache has not, but that was made some time ago; None where it was dropped since."""
+        return self.plans.recall(key)
 
 
 def is_inplace(name: str) -> bool:

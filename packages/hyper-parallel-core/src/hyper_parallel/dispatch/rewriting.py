@@ -52,6 +52,8 @@ class Rewriting:
         if lookup is None:
             self._lift_plain_tensors()
             return None
+        if plan is None:
+            plan = self.rule.recall(lookup)
         if plan is None and self.kwargs and self._name_as_read():
             return None
         if (self.rule.use_reduced if plan is None else plan.pending) and self._use_reduced_forms():

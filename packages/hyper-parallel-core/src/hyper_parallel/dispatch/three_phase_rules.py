@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call, Solution, refuse
+from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.context import state
 from hyper_parallel.dispatch.arguments import lifted, make_call, on_locals
@@ -19,8 +20,9 @@ from hyper_parallel.dispatch.in_place import run_inplace
 from hyper_parallel.dispatch.plan import Plan, changes_of, in_order_of, output_specs, wrap_many, wrap_one
 from hyper_parallel.dispatch.redistribute_inputs import changed
 from hyper_parallel.sharding.layout import Layout, fit_rank
-from hyper_parallel.sharding.placements import Replicate, Shard, is_partial
+from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like
+from hyper_parallel.tensor.shapes_of_pieces import global_shapes
 
 
 class ThreePhaseEntry(DispatchEntry):
@@ -54,9 +56,8 @@ def _three_phases(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, An
         running.call, running.specs = local, plan.specs
         return run_inplace(running, args, list(local_args), local_kwargs)
     out = local(*local_args, **local_kwargs)
-    if not plan.specs:
-        plan.specs = _specs_from_local(rule, call, result[0], out)
-    return _wrapped(in_order_of(out, plan.specs), plan.specs)
+    specs = plan.specs or _specs_of(rule, call, result[0], out, plan)
+    return _wrapped(in_order_of(out, specs), specs)
 
 
 def _wrapped(out: Any, specs: tuple[Spec | None, ...]) -> Any:
@@ -74,7 +75,7 @@ def _plan_of(
     for given in (args, kwargs.values()):
         scan(given, parts, [], grad, ALL_BY_VALUE)
     key = tuple(parts)
-    found = rule.cache.get(key)
+    found = rule.cache.get(key) or rule.recall(key)
     if found is None:
         found = _infer_generic(rule, call, _solution_of(rule, call), values)
         rule.remember(key, found)
@@ -109,47 +110,62 @@ def _infer_generic(rule: DispatchEntry, call: Call, solution: Solution, values: 
     return plan, (outputs, extra)
 
 
-def _specs_from_local(rule: DispatchEntry, call: Call, layouts: Sequence[Any], out: Any) -> tuple[Spec | None, ...]:
+def _specs_of(rule: DispatchEntry, call: Call, layouts: Sequence[Any], out: Any, plan: Plan) -> tuple[Spec | None, ...]:
     """Specs of the outputs of an operator that says only their layouts.
 
-    Global shapes come from the function on meta tensors. Without meta support they follow from the local ones, as long
-    as all ranks hold as much of every input.
-
-    Raises:
-        RedistributionError: neither is the case.
+    Global shapes come from the function on meta tensors; they follow from the arguments, and are kept in the plan.
+    Without meta support they are what the local results of this call add up to.
     """
     values = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     bound = [layout.bind() if isinstance(layout, Layout) else None for layout in layouts]
     solution = Solution([s.layout for s in call.inputs], bound)
-    tensors = iter(bound)
-    specs: list[Spec | None] = []
-    failure: Exception | None = None
     try:
         result = call.meta_result()
-    except Exception as error:  # no kernel, or one that needs the values or asserts a device
-        failure = error
-    else:
-        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        if [isinstance(v, torch.Tensor) for v in results] == [isinstance(v, torch.Tensor) for v in values]:
-            return output_specs(rule, call, solution)[0]
-    if not all(is_even(s.layout, s.shape) for s in call.inputs):
-        why = "returns something else than on real ones" if failure is None else f"fails ({failure})"
-        raise refuse(
-            call,
-            f"the global shape of its result is not known: on meta tensors the function {why}, and the ranks hold "
-            "unequal parts",
-            "make the function work on meta tensors (torch.library.register_fake), or redistribute the input",
-        ) from failure
-    for position, value in enumerate(values):
-        layout = next(tensors, None) if isinstance(value, torch.Tensor) else None
+    except Exception:  # no kernel, or one that needs the values or asserts a device
+        return _specs_from_pieces(rule, call, solution, values)
+    results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    if [isinstance(v, torch.Tensor) for v in results] != [isinstance(v, torch.Tensor) for v in values]:
+        return _specs_from_pieces(rule, call, solution, values)
+    specs = output_specs(rule, call, solution)[0]
+    _check_pieces(call, specs, values)
+    plan.specs = specs
+    return specs
+
+
+def _specs_from_pieces(
+    rule: DispatchEntry, call: Call, solution: Solution, values: Sequence[Any]
+) -> tuple[Spec | None, ...]:
+    layouts = iter(solution.outputs)
+    placed = [(v, next(layouts, None)) if isinstance(v, torch.Tensor) else (v, None) for v in values]
+    fitted = [None if layout is None else fit_rank(layout, v.ndim) for v, layout in placed]
+    pieces = [(v.shape, layout) for v, layout in zip(values, fitted, strict=True) if layout is not None]
+    shapes = iter(global_shapes(pieces, rule.name))
+    specs: list[Spec | None] = []
+    for value, layout in zip(values, fitted, strict=True):
         if layout is None:
             specs.append(None)
             continue
-        layout = fit_rank(layout, value.ndim)
-        shape = list(value.shape)
-        for axis, placement in enumerate(layout.placements):
-            if isinstance(placement, Shard):
-                shape[placement.dim] *= layout.mesh_shape[axis]
+        shape, position = next(shapes), sum(spec is not None for spec in specs)
         varying = output_varying(call, solution, layout, position)
         specs.append(make_spec(layout, shape, stride_like(value, shape, layout), value.dtype, varying))
     return tuple(specs)
+
+
+def _check_pieces(call: Call, specs: Sequence[Spec | None], values: Sequence[Any]) -> None:
+    """Raise RedistributionError, on every rank, where a rank's result is not the piece that its spec says."""
+    made = [(value, spec) for value, spec in zip(values, specs, strict=True) if spec is not None]
+    wrong = [(value, spec) for value, spec in made if value.shape != spec.local_shape]
+    if not all(is_even(spec.layout, spec.shape) for spec in (*call.inputs, *(spec for _, spec in made))):
+        found = torch.tensor(len(wrong), device=call.info.default_device())
+        comm.all_reduce(found, call.info.group(tuple(range(call.info.ndim))), "max")
+        if int(found) and not wrong:
+            wrong = made[:1]
+    if wrong:
+        value, spec = wrong[0]
+        raise refuse(
+            call,
+            f"its local result has the shape {tuple(value.shape)} here; {spec.layout} of the global shape "
+            f"{tuple(spec.shape)}, which the function gives on meta tensors, has {spec.local_shape}. On some rank the "
+            "two differ",
+            "let get_expand_impl return the piece that infer_layout says, or let infer_layout say another layout",
+        )

@@ -66,7 +66,7 @@ class MeshInfo:
     Attributes:
         mesh: the first of the equal meshes that was seen. Another one may have been sliced from another root, so ask
             the mesh at hand for its root, not this one.
-        layouts: the interned layouts of this mesh; they live as long as it.
+        layouts: the interned layouts of this mesh, each for as long as somebody holds it.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -78,7 +78,7 @@ class MeshInfo:
         coordinate = mesh.get_coordinate()
         self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
         self._world = weakref.ref(dist.group.WORLD)
-        self.layouts: dict[Any, Any] = {}
+        self.layouts: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self._groups: dict[tuple[int, ...], AxisGroup] = {}
         self._parts: dict[tuple[tuple[int, ...], int], AxisGroup] = {}
 

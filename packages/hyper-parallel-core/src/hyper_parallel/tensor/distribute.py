@@ -12,6 +12,7 @@ from torch import nn
 
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import transition
+from hyper_parallel.context import close_call, open_call
 from hyper_parallel.sharding.layout import Layout, as_layout_or_whole
 from hyper_parallel.sharding.mesh import AxisGroup, DeviceMesh, mesh_info, mesh_or_current
 from hyper_parallel.sharding.placements import Placement, Replicate, Shard
@@ -19,6 +20,7 @@ from hyper_parallel.sharding.shard_ranges import dim_intervals, length, split_in
 from hyper_parallel.sharding.spec import NOT_VARYING, contiguous_stride, make_spec
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.tensor.from_local_checks import check_same
+from hyper_parallel.tensor.given_memory import note_leaf
 from hyper_parallel.tensor.replaced_parameters import replaces_parameters
 
 __all__ = ["distribute_module", "distribute_tensor"]
@@ -75,6 +77,7 @@ def distribute_tensor(
     if local is data or local.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
         local = local.clone()
     local.requires_grad_(tensor.requires_grad)
+    note_leaf(local)
     return wrap(local, spec)
 
 
@@ -273,6 +276,9 @@ def distribute_module(
             if partition_fn is not None:
                 partition_fn(name, submodule, mesh)
         replicate_rest(module, mesh)
+    if next(module.children(), None) is not None:  # what one without children takes others may take too
+        module.register_forward_pre_hook(open_call, prepend=True)
+        module.register_forward_hook(close_call, always_call=True)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
     if output_fn is not None:

@@ -34,6 +34,7 @@ from hyper_parallel.sharding.stated import as_stated, stride_of_whole
 from hyper_parallel.tensor import autograd_bridge, raw_memory
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.from_local_checks import check_ranks_agree, check_replicas_agree, global_shape
+from hyper_parallel.tensor.given_memory import note_given, note_leaf
 from hyper_parallel.tensor.raw_memory import refuse_memory
 from hyper_parallel.tensor.wrapper import Wrapper, new_wrapper
 
@@ -123,6 +124,9 @@ class DTensor(Wrapper):
             )
         if run_check and not local_tensor.is_meta:
             check_replicas_agree(local_tensor, layout, shape)
+        base = local_tensor._base if local_tensor._is_view() else local_tensor
+        if base is not None and base.is_leaf:
+            note_leaf(base)
         full_stride = tuple(stride) if stride is not None else stride_of_whole(local_tensor, shape, layout)
         gradient = gradient_layout(layout, NOT_VARYING, grad_placements)
         if local_tensor.requires_grad and torch.is_grad_enabled() and local_tensor.is_leaf:
@@ -136,11 +140,19 @@ class DTensor(Wrapper):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece, connected to the autograd graph.
 
+        Its memory is yours to write to from now on, so what was computed of this tensor in other layouts is computed
+        anew for the next operator that needs it: call this on all ranks, or on none.
+
         Args:
             grad_placements: placements of the gradient that your local computation will send back, one per mesh axis.
                 By default the tensor's own: for Replicate the whole gradient on every rank. Say ``Partial()`` when
                 each rank computes on its own data, so that the terms are summed.
         """
+        note_given(self._resolve())
+        return self._piece(grad_placements)
+
+    def _piece(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As :meth:`to_local`, for code of this library (see :func:`hyper_parallel.tensor.given_memory.local_of`)."""
         local = self._resolve()
         if grad_placements is None or not (local.requires_grad and torch.is_grad_enabled()):
             return local
@@ -328,7 +340,7 @@ class DTensor(Wrapper):
                 return None
             if not isinstance(result, DTensor):
                 raise TypeError(f"a hook of a DTensor returns a DTensor or None, got {type(result).__name__}")
-            return conversion.convert(result, target_spec(result._spec, wanted.layout, wanted.varying)).to_local()
+            return conversion.convert(result, target_spec(result._spec, wanted.layout, wanted.varying))._resolve()
 
         return autograd_bridge.with_history(self).register_hook(local_hook)
 
@@ -346,7 +358,9 @@ class DTensor(Wrapper):
     @property  # type: ignore[override]
     def data(self) -> DTensor:
         """The same data without history, untracked. What is assigned is laid out as this tensor is."""
-        untracked = wrap(self._resolve().data, self._spec)
+        local = self._resolve()
+        note_given(local)
+        untracked = wrap(local.data, self._spec)
         untracked._tracked = self if self._tracked is None else self._tracked
         return self._shared(untracked)
 
@@ -359,6 +373,7 @@ class DTensor(Wrapper):
         value = self._laid_out(value)
         local, spec = self._resolve(), value._spec
         local.data = value._resolve().data
+        note_given(local)  # it is the memory of the other tensor too, whose version tells nothing here
         self.forget_forms()
         if (spec.dtype, spec.shape, spec.stride, local.device) != (self.dtype, self.shape, self.stride(), self.device):
             autograd_bridge.renew_wrapper(self, spec, local.device, self.requires_grad)

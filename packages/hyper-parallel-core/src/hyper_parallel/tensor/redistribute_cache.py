@@ -3,6 +3,14 @@
 Two things are remembered, each while the data does not change: the forms of a tensor that were computed
 (:class:`RememberedForm`; q, k and v projections that share one input make one collective), and what a tensor was
 redistributed from (:class:`Origin`; a gathered tensor that is used as varying has one reduce-scatter as its backward).
+
+Writes that nobody sees (:mod:`hyper_parallel.tensor.given_memory`) must not meet a form from before them:
+
+* A form that differs in the gradient only is a view, and shows every write.
+* Another form of a *leaf* ends with the call of the parallelised module that made it; outside of such a call none is
+  kept. No step of an optimizer has to be noticed.
+* Another form of an *activation* ends with the call that made it too. Outside of calls it stays. It ends when the user
+  is given the memory of the activation or its own.
 """
 
 from __future__ import annotations
@@ -10,11 +18,13 @@ from __future__ import annotations
 import torch
 
 from hyper_parallel.comm.redistribute import PLAIN, How, Redistribution, move_of, moved, target_spec
+from hyper_parallel.context import state
 from hyper_parallel.sharding.layout import Layout
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import Spec
 from hyper_parallel.tensor.autograd_bridge import InFlight
 from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.given_memory import Gifts, is_given, is_leaf_memory
 
 __all__ = ["convert", "reduced_form", "remembered"]
 
@@ -72,21 +82,27 @@ class Origin:
 
 
 class RememberedForm:
-    """A tensor in another layout, computed once."""
+    """A tensor in another layout, computed once.
 
-    __slots__ = ("grad", "needed", "own", "result", "spec", "version")
+    What decides whether it is current is the same on all ranks: a write counts on each of them
+    (:func:`hyper_parallel.tensor.in_place.before_write`), also on those that hold nothing of what is written, and
+    whether it is a view follows from the layouts.
+    """
 
-    def __init__(self, tensor: DTensor, result: DTensor) -> None:
+    __slots__ = (
+        "call", "gifts", "grad", "is_view", "memory", "needed", "of_leaf", "offset", "own", "result", "spec", "version",
+    )  # fmt: skip
+
+    def __init__(self, tensor: DTensor, result: DTensor, of_leaf: bool) -> None:
+        local = tensor._local
         self.result, self.spec, self.grad = result, tensor._spec, torch.is_grad_enabled()
-        self.needed, self.version, self.own = (
-            tensor._local.requires_grad,
-            tensor._local._version,
-            result._local._version,
-        )
+        self.needed, self.version, self.own = local.requires_grad, local._version, result._local._version
+        self.memory, self.offset = local.untyped_storage(), local.storage_offset()
+        self.is_view = result._spec.layout is tensor._spec.layout
+        self.of_leaf, self.call, self.gifts = of_leaf, state.call, -1
 
     def is_current(self, tensor: DTensor) -> bool:
-        """Whether it is what would be computed now. The same on all ranks: a write counts on each of them
-        (:func:`hyper_parallel.tensor.in_place.before_write`), also on those that hold nothing of what is written."""
+        """Whether it is what would be computed now."""
         local = tensor._local
         return (
             self.spec is tensor._spec
@@ -94,7 +110,20 @@ class RememberedForm:
             and self.needed == local.requires_grad
             and self.version == local._version
             and self.own == self.result._local._version
+            and self.memory is local.untyped_storage()
+            and self.offset == local.storage_offset()
+            and (self.is_view or self._is_ours())
         )
+
+    def _is_ours(self) -> bool:
+        """Whether nobody can have written to the tensor, or to this form, without our seeing it."""
+        if self.call is not None and self.call is not state.call:
+            return False
+        if self.gifts != Gifts.count:
+            if (not self.of_leaf and is_given(self.memory)) or is_given(self.result._local.untyped_storage()):
+                return False
+            self.gifts = Gifts.count
+        return True
 
     def completed(self) -> None:
         """The result arrived, which counted as a write to it."""
@@ -131,7 +160,10 @@ def remembered(
     result = convert(tensor, spec, How(want_pending=True) if in_flight else None)
     if result._local.is_inference():
         return result
-    memo[key] = form = RememberedForm(tensor, result)
+    of_leaf = is_leaf_memory(tensor)
+    if of_leaf and state.call is None and layout is not old.layout:
+        return result
+    memo[key] = form = RememberedForm(tensor, result, of_leaf)
     if isinstance(result._pending, InFlight):
         result._pending.form = form
     if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import DTensor, Replicate, Strategy, StrategyOp
-from hyper_parallel.rules import Call, FunctionOp, OpSummary, S, Solution, dispatch, primitives
+from hyper_parallel.rules import Call, FunctionOp, OpSummary, S, Solution, dispatch, local_of, primitives
 
 
 def one_hot_of(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def number_of_classes(ids: DTensor) -> int:
     """
     if not ids.numel():
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
-    local, layout = ids.to_local(), ids.layout
+    local, layout = local_of(ids), ids.layout
     largest = local.max().long() if local.numel() else torch.full((), -1, device=local.device)
     axes = tuple(a for a, p in enumerate(layout.placements) if not isinstance(p, Replicate))
     if axes:

@@ -16,6 +16,7 @@ from hyper_parallel.rules import (
     OpSummary,
     is_partial,
     is_shard,
+    local_of,
     make_spec,
     norm_op,
     plan_transition,
@@ -78,7 +79,13 @@ class FusedStep(FunctionOp):
     )
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        func(*self.local_lists(func, args), **{name: _whole(value) for name, value in kwargs.items()})
+        lists = self.local_lists(func, args)
+        func(*lists, **{name: _whole(value) for name, value in kwargs.items()})
+        # The kernel counts no write. To the states it is counted here; parameters are leaves, of which nothing is kept
+        # that such a write makes wrong, and a graph that holds one stays as usable as on one device.
+        torch.autograd.graph.increment_version(
+            [t for given, local in zip(args[2:], lists[2:], strict=True) for t in _written(given, local)]
+        )
 
     def local_lists(self, func: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """The local tensors of each list, laid out like the parameters, which are the first."""
@@ -108,9 +115,14 @@ def _needs_grad(args: Sequence[Any]) -> bool:
     )
 
 
+def _written(given: Any, local: Any) -> list[torch.Tensor]:
+    """The local tensors of a list of states that are DTensors."""
+    return [t for t, state in zip(local, given, strict=True) if isinstance(state, DTensor) and not t.is_inference()]
+
+
 def _whole(value: Any) -> Any:
     """The local tensor of a DTensor, with what is pending reduced."""
-    return value.reduce_partial().to_local() if isinstance(value, DTensor) else value
+    return local_of(value.reduce_partial()) if isinstance(value, DTensor) else value
 
 
 def _fitted(func: Callable[..., Any], values: Any, anchors: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ from hyper_parallel.rules import (
     draw,
     embedded,
     in_memory_order,
+    local_of,
     local_part,
     make_spec,
     root_of,
@@ -50,7 +51,7 @@ class FillRandomly(FunctionOp):
                 "example with empty_like(parameter)"
             )
         before_write(target, carried=True)
-        spec, local = target.spec, target.to_local()
+        spec, local = target.spec, local_of(target)
         # Parameters of the distribution that are tensors are needed in full, since the whole tensor is drawn.
         rest = [_whole(a) for a in args[1:]]
         named = {n: _whole(v) for n, v in kwargs.items() if n != name}
@@ -82,10 +83,10 @@ class _Drawn(torch.autograd.Function):
 
 def drawn_from(drawn: Any, *parameters: Any) -> DTensor:
     """A DTensor of random numbers that require a gradient when a parameter of theirs does, as PyTorch's do."""
-    tensors = [p.to_local() for p in parameters if isinstance(p, DTensor) and p.requires_grad]
+    tensors = [local_of(p) for p in parameters if isinstance(p, DTensor) and p.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return drawn
-    return wrap(_Drawn.apply(drawn.to_local(), *tensors), drawn.spec)
+    return wrap(_Drawn.apply(local_of(drawn), *tensors), drawn.spec)
 
 
 def _whole(value: Any) -> Any:
@@ -133,7 +134,7 @@ class Bernoulli(FunctionOp):
         shape = tuple(spec.shape)
 
         def make() -> torch.Tensor:
-            return func(embedded(chances.to_local(), spec.layout, shape, 0.5), *rest, **options)
+            return func(embedded(local_of(chances), spec.layout, shape, 0.5), *rest, **options)
 
         part = draw(spec.layout, shape, make, options.get("generator"))
         return drawn_from(wrap(part, make_spec(spec.layout, shape, contiguous_stride(shape), spec.dtype)), chances)
@@ -186,7 +187,7 @@ class Multinomial(FunctionOp):
         made: list[torch.Tensor] = []
 
         def make() -> torch.Tensor:
-            whole = embedded(weights.to_local(), layout, tuple(spec.shape), 1.0, spec.stride)
+            whole = embedded(local_of(weights), layout, tuple(spec.shape), 1.0, spec.stride)
             made.append(func(whole, *rest, **options))
             return local_part(made[0], layout, tuple(made[0].shape))
 

@@ -13,7 +13,7 @@ import torch
 
 from hyper_parallel import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.rules import FunctionOp, OpSummary, as_stated, casts_by_term, state, wrap
+from hyper_parallel.rules import FunctionOp, OpSummary, as_stated, casts_by_term, local_of, state, wrap
 
 
 class Cast(FunctionOp):
@@ -44,7 +44,7 @@ class Cast(FunctionOp):
                     )
                 tensor = tensor.reduce_partial()
                 spec = tensor.spec
-        local = tensor.to_local()
+        local = local_of(tensor)
         out = func(local, *args, **kwargs)
         asked = kwargs.get("memory_format", torch.preserve_format)
         if asked is torch.preserve_format:

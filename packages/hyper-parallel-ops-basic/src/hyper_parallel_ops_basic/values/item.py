@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from hyper_parallel import DTensor
-from hyper_parallel.rules import FunctionOp, OpSummary
+from hyper_parallel.rules import FunctionOp, OpSummary, local_of
 
 
 class Read(FunctionOp):
     """A function that returns no tensor, run on the whole tensors. Collective over the mesh.
 
     Args:
-        keeps_grad_check: hand a tensor that requires a gradient on as such, for PyTorch's own error (``numpy``).
+        gives_memory: what is returned may be the memory of this rank's piece (``numpy``); a tensor that requires a
+            gradient is refused, as in PyTorch.
     """
 
     summary = OpSummary(
@@ -28,17 +29,21 @@ class Read(FunctionOp):
         communicates="1 all-gather: the value is wanted on every rank",
     )
 
-    def __init__(self, op_name: str, *, keeps_grad_check: bool = False) -> None:
+    def __init__(self, op_name: str, *, gives_memory: bool = False) -> None:
         super().__init__(op_name)
-        self.keeps_grad_check = keeps_grad_check
+        self.gives_memory = gives_memory
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.keeps_grad_check and args[0].requires_grad and not kwargs.get("force"):
+        if self.gives_memory and args[0].requires_grad and not kwargs.get("force"):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         with torch.no_grad():
-            return func(*(_whole(a) for a in args), **{name: _whole(value) for name, value in kwargs.items()})
+            return func(*(self._whole(a) for a in args), **{n: self._whole(value) for n, value in kwargs.items()})
 
-
-def _whole(value: Any) -> Any:
-    # The reduced form is remembered: a norm or loss that was used is read again for nothing.
-    return value.reduce_partial().detach().full_tensor() if isinstance(value, DTensor) else value
+    def _whole(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        # The reduced form is remembered: a norm or loss that was used is read again for nothing.
+        reduced = value.reduce_partial().detach()
+        if self.gives_memory:
+            return reduced.full_tensor()
+        return local_of(reduced.redistribute(reduced.layout.replicated()))

@@ -23,6 +23,7 @@ from hyper_parallel.rules import (
     first_derivative_only,
     is_replicate,
     is_shard,
+    local_of,
     make_spec,
     normal_dim,
     on_dim,
@@ -140,7 +141,7 @@ class _Gathered:
 
     @staticmethod
     def _circumstances(input: DTensor) -> tuple[Any, ...] | None:
-        local = input.to_local()
+        local = local_of(input)
         if local.is_inference():
             return None
         mode = torch.is_grad_enabled(), _cast_to(input), torch_compat.current_task()
@@ -272,7 +273,7 @@ def _locals(tensors: Sequence[DTensor]) -> tuple[list[DTensor], list[torch.Tenso
     typed = [
         remembered(t, t.layout, t.spec.varying | axes) for t, axes in zip(tensors, vary_axes(tensors), strict=True)
     ]
-    local = [t.to_local() for t in typed]
+    local = [local_of(t) for t in typed]
     return typed, [t if (dtype := _cast_to(d)) is None else t.to(dtype) for t, d in zip(local, typed, strict=True)]
 
 

@@ -19,6 +19,7 @@ from hyper_parallel.rules import (
     is_partial,
     is_replicate,
     is_shard,
+    local_of,
     map_dtensors,
     map_structure,
     mesh_info,
@@ -122,7 +123,7 @@ class _Pieces:
 
     def local(self, tensor: DTensor) -> torch.Tensor:
         """This rank's piece, which sends back its own term of the gradient where ranks compute different things."""
-        return tensor.to_local(grad_placements=self._gradient(tensor.layout))
+        return local_of(tensor, self._gradient(tensor.layout))
 
     def _gradient(self, layout: Layout) -> list[Placement]:
         """Placements of the gradient of a piece, for ``grad_placements``."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout
-from hyper_parallel.rules import Boundary, forward_function, mesh_info, remembered, set_forward
+from hyper_parallel.rules import Boundary, forward_function, local_of, mesh_info, remembered, set_forward
 
 __all__ = ["compute_on_pieces", "function_of_pieces"]
 
@@ -86,7 +86,7 @@ def compute_on_pieces(
                 return general(layer, input)
             if name in uses:
                 parameter = remembered(parameter, *uses[name])
-            local[name] = parameter.to_local()
+            local[name] = local_of(parameter)
         if len(local) != len(placed):  # one is computed from others now, as weight_norm does
             return general(layer, input)
         entered, piece = None, input
@@ -94,7 +94,7 @@ def compute_on_pieces(
             entered = enter(input)
             if entered.__class__ is not DTensor or entered.spec.layout.info is not info:
                 return general(layer, input)
-            piece = entered.to_local()
+            piece = local_of(entered)
         out = compute(layer, piece, **local)
         return general(layer, input) if out is None else leave(layer, out, entered)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Layout, Placement
-from hyper_parallel.rules import MeshInfo, is_replicate, is_shard, mesh_info
+from hyper_parallel.rules import MeshInfo, is_replicate, is_shard, local_of, mesh_info
 
 GradPlacements = Sequence[Placement] | None
 
@@ -34,7 +34,7 @@ def local_piece(value: Any, module: nn.Module, mesh: DeviceMesh, grad_placements
     if not isinstance(value, DTensor) or value.layout.info is not mesh_info(mesh):
         return value
     check_pieces(value.layout, value.shape, module)
-    local = value.to_local(grad_placements=grad_placements)
+    local = local_of(value) if grad_placements is None else value.to_local(grad_placements=grad_placements)
     if grad_placements is None and is_replicate(value.placements[0]):
         check_first_gradient(local, module, value.layout.info)
     return local
