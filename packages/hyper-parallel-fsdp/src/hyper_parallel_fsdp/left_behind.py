@@ -3,11 +3,13 @@ closures and global variables (the auxiliary loss of a router, say)."""
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ _ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), torch.dty
 _OPAQUE = (nn.Module, ModuleType, type, torch.Generator)  # the tensors of modules are looked for from each of them
 _NOT_OURS = ("torch.distributed", "torch.cuda", "torch._", "torch.fx", "hyper_parallel")
 _INTERNAL = frozenset(nn.Module().__dict__) - {"_buffers", "_forward_hooks", "_forward_pre_hooks"}
+_BUILTINS = frozenset(vars(builtins))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MOST = 4096
 """Elements of one container that are looked at, the last ones; what a forward adds comes last."""
@@ -30,9 +33,9 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
         value = stack.pop()
         if isinstance(value, torch.Tensor):
             yield value
-        elif type(value) not in _ATOMS and id(value) not in seen and not isinstance(value, _OPAQUE):
+        elif id(value) not in seen and not isinstance(value, _OPAQUE):
             seen.add(id(value))
-            stack.extend(_inside(value))
+            stack += [v for v in _inside(value) if type(v) not in _ATOMS]
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -75,7 +78,8 @@ class LeftBehind:
     def tensors(self, more: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Those that are there now, and those in ``more``."""
         held = [v for each in self._attributes for k, v in each.items() if k not in _INTERNAL and type(v) not in _ATOMS]
-        return tensors_in([*held, *(place() for place in self._places), *more])
+        placed = [v for place in self._places if type(v := place()) not in _ATOMS]
+        return tensors_in([*held, *placed, *more])
 
 
 def _is_users(cls: type) -> bool:
@@ -94,9 +98,15 @@ def _places_of(function: FunctionType) -> list[Any]:
     if function.__module__ is None or function.__module__.startswith(("torch.", *_NOT_OURS)):
         return []
     variables = function.__globals__
-    names = [n for n in function.__code__.co_names if _may_hold(variables.get(n))]
+    names = [n for n in _global_names(function.__code__) if _may_hold(variables.get(n))]
     cells = [functools.partial(_content, cell) for cell in function.__closure__ or ()]
     return [*cells, *(functools.partial(variables.get, name) for name in names)]
+
+
+@functools.cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    used = ("LOAD_GLOBAL", "STORE_GLOBAL")
+    return tuple({each.argval for each in dis.get_instructions(code) if each.opname in used} - _BUILTINS)
 
 
 def _may_hold(value: Any) -> bool:
