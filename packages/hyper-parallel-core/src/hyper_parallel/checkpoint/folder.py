@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hyper_parallel import torch_compat
+from hyper_parallel.checkpoint.untrusted import check_names, plain_metadata
 
 __all__ = ["CheckpointReader", "CheckpointWriter"]
 
@@ -27,7 +28,7 @@ class CheckpointWriter(torch_compat.FileSystemWriter):
     For ``storage_writer=`` of PyTorch's ``save`` and ``async_save``; those of :mod:`hyper_parallel.checkpoint` use it.
 
     Args:
-        path: the folder, on a file system that all ranks see. An older checkpoint in it is replaced.
+        path: the folder, on a file system that all ranks see, or a link to one. An older checkpoint in it is replaced.
         options: those of ``torch.distributed.checkpoint.FileSystemWriter``.
 
     Raises:
@@ -36,13 +37,13 @@ class CheckpointWriter(torch_compat.FileSystemWriter):
 
     # Not FileSystemWriter: that is a stager too, which does not copy what is in host memory already.
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
-        super().__init__(_incomplete(Path(path)), **options)
-        self.folder = Path(path)
+        self.folder = linked(path)
+        super().__init__(_incomplete(self.folder), **options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Write into another folder next."""
         if checkpoint_id:
-            self.folder = Path(checkpoint_id)
+            self.folder = linked(checkpoint_id)
         super().reset(_incomplete(self.folder))
 
     @property
@@ -81,25 +82,37 @@ class CheckpointWriter(torch_compat.FileSystemWriter):
         super().finish(metadata, results)
         replace_folder(Path(self.path), self.folder)
 
+    def discard(self) -> None:
+        """Remove what a save that failed has written: a full disk must not stay full. One rank calls it, when none
+        writes any more; :func:`~hyper_parallel.checkpoint.save` and ``async_save`` do."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
 
 class CheckpointReader(FileSystemReader):
     """Reads a checkpoint's folder; says clearly what it lacks.
 
     When a crash fell between the two renames that replace an older checkpoint, that one is read.
+
+    Args:
+        path: the folder, or a link to it.
+        weights_only: read the table of contents without running code that may be written in it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(_readable(Path(path)))
+    def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> None:
+        super().__init__(_readable(linked(path)))
+        self.weights_only = weights_only
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read another folder next."""
-        super().reset(_readable(Path(checkpoint_id)) if checkpoint_id else None)
+        super().reset(_readable(linked(checkpoint_id)) if checkpoint_id else None)
 
     def read_metadata(self) -> Metadata:
         """The table of contents.
 
         Raises:
             FileNotFoundError: it is not there.
+            UnsafeCheckpointError: it names files outside of the folder, or (``weights_only``) holds other things than
+                a table of contents.
         """
         folder = Path(self.path)
         if not (folder / METADATA).is_file():
@@ -107,7 +120,16 @@ class CheckpointReader(FileSystemReader):
             known = [p.parent.name for p in sorted(folder.parent.glob(f"*/{METADATA}")) if p.parent.name[0] != "."]
             beside = f"; checkpoints beside it: {', '.join(known)}" if known else ""
             raise FileNotFoundError(f"no checkpoint in {folder}: it {there}{beside}")
-        return super().read_metadata()
+        metadata = self._plain_metadata() if self.weights_only else super().read_metadata()
+        check_names(metadata, folder)
+        return metadata
+
+    def _plain_metadata(self) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as file:
+            metadata = plain_metadata(file)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, its files checked.
@@ -139,12 +161,22 @@ def replace_folder(new: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)
-    new.rename(folder)
-    _sync(folder.parent)
+    try:
+        new.rename(folder)
+    except OSError:
+        if previous.exists():
+            previous.rename(folder)
+        raise
+    sync(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
+def linked(path: str | os.PathLike[str]) -> Path:
+    """The folder that a path means: a link is no folder that could be replaced, but says where it is."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+
+
+def sync(folder: Path) -> None:
     """Have the renames on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -18,8 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.checkpoint.model_state import canonical, second_names, ties
+from hyper_parallel.checkpoint.replaced_export import (
+    INDEX,
+    discard_unfinished,
+    finish_replacing,
+    newest_files,
+    replace_export,
+    write_text,
+)
 from hyper_parallel.checkpoint.safetensors_file import SafetensorsFile, incomplete, library, nbytes
 from hyper_parallel.checkpoint.stored_names import Piece, pieces_of, whole_piece
+from hyper_parallel.checkpoint.untrusted import leads_out
 from hyper_parallel.checkpoint.whole_tensors import full_tensors, rank
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.tensor.dcp_protocol import blocks
@@ -28,7 +37,6 @@ from hyper_parallel.tensor.in_place import before_write
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
-INDEX = "model.safetensors.index.json"
 PATTERN = "model{suffix}.safetensors"
 
 
@@ -42,7 +50,8 @@ def save_safetensors(
     """Write a module's parameters and persistent buffers as safetensors files. All ranks call it, rank 0 writes.
 
     One tensor is gathered and written at a time, so rank 0 never holds more than one. Tied tensors are written once,
-    under their first name. Files of an older export are replaced when all new ones are written.
+    under their first name. An older export is replaced when all new files are written, as a whole: whatever dies
+    meanwhile, :func:`load_safetensors` finds the old or the new one.
 
     Args:
         model: any module; what is sharded in it is a DTensor.
@@ -71,17 +80,22 @@ def save_safetensors(
     for piece in sorted(pieces, key=lambda p: list(files.values()).index(file_of[p.name])):  # few files open at once
         by_source.setdefault(piece.source, []).append(piece)
     writing = _Attempts()
-    for source, whole in full_tensors({source: state[source] for source in by_source}):
-        for piece in by_source[source]:
-            writing.attempt(_write_piece, file_of[piece.name], piece, whole)
-    for file in files.values():
-        writing.attempt(file.close)
-    writing.attempt(_put_in_place, folder, split, tied)
+    writing.attempt(_begin, folder)
+    try:
+        for source, whole in full_tensors({source: state[source] for source in by_source}):
+            for piece in by_source[source]:
+                writing.attempt(_write_piece, file_of[piece.name], piece, whole)
+        for file in files.values():
+            writing.attempt(file.close)
+        writing.attempt(_put_in_place, folder, split, tied)
+    finally:
+        _clean_up(folder, files.values())
     _raise_everywhere(writing.error, folder)
 
 
 def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True) -> tuple[list[str], list[str]]:
-    """Read safetensors files into a module, in place. Each rank reads the slices that it holds; nothing is sent.
+    """Read safetensors files into a module, in place. Each rank reads the slices that it holds; nothing is sent, and no
+    code is run: the files hold numbers only.
 
     Args:
         model: any module, not on the meta device. Values are converted to its dtypes.
@@ -94,7 +108,8 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
         (missing names, unexpected names).
 
     Raises:
-        CheckpointError: names are missing or unexpected (``strict``), shapes differ, files are missing; it lists all.
+        CheckpointError: names are missing or unexpected (``strict``), shapes differ, files are missing (it lists all),
+            the index or a file is malformed, the index names a file outside of its folder.
         RuntimeError: the module is on the meta device.
     """
     safetensors = library("safetensors")
@@ -103,7 +118,7 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
     if on_meta:
         raise RuntimeError(f"{on_meta[0]} is on the meta device; give the model memory first: model.to_empty(device=…)")
     with contextlib.ExitStack() as opened:
-        stored = _stored(Path(path), lambda file: opened.enter_context(safetensors.safe_open(file, framework="pt")))
+        stored = _stored(Path(path), lambda file: opened.enter_context(_opened(safetensors, file)))
         reads, lacking = _to_read(model, targets, stored)
         complete = targets.keys() - lacking.keys()
         satisfied = {name for group in ties(model) if complete & set(group) for name in group}
@@ -165,21 +180,29 @@ def _write_piece(file: SafetensorsFile, piece: Piece, whole: torch.Tensor) -> No
     file.write(piece.name, piece.of(whole))
 
 
+def _begin(folder: Path) -> None:
+    """Finish, or remove, what an earlier save left that died."""
+    finish_replacing(folder)
+    discard_unfinished(folder)
+
+
 def _put_in_place(folder: Path, split: Any, tied: Mapping[str, str]) -> None:
-    """Rename the files, remove those of an older export, and write the index of several."""
-    index = incomplete(folder / INDEX)
+    """Write the index of several files and let them replace an older export."""
+    names = list(split.filename_to_tensors)
     if split.is_sharded:
         content = {"metadata": {**split.metadata, **tied}, "weight_map": split.tensor_to_filename}
-        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    for name in split.filename_to_tensors:
-        incomplete(folder / name).rename(folder / name)
-    if split.is_sharded:
-        index.rename(folder / INDEX)
-    else:
-        (folder / INDEX).unlink(missing_ok=True)
-    for old in {folder / "model.safetensors", *folder.glob("model-?????-of-?????.safetensors")}:
-        if old.name not in split.filename_to_tensors:
-            old.unlink(missing_ok=True)
+        write_text(incomplete(folder / INDEX), json.dumps(content, indent=2, sort_keys=True) + "\n")
+        names.append(INDEX)
+    replace_export(folder, names)
+
+
+def _clean_up(folder: Path, files: Iterable[SafetensorsFile]) -> None:
+    """Leave nothing of a save that failed: a full disk must not stay full."""
+    if rank() == 0:
+        for file in files:
+            file.abandon()
+        with contextlib.suppress(OSError, CheckpointError):  # the error that is told is the one that made it fail
+            discard_unfinished(folder)
 
 
 def _raise_everywhere(error: Exception | None, folder: Path) -> None:
@@ -208,24 +231,56 @@ class _Stored(NamedTuple):
 
 def _stored(path: Path, open_file: Callable[[Path], Any]) -> dict[str, _Stored]:
     """Every tensor of the files by name."""
-    index = path / INDEX
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        paths = sorted({path / file for file in weight_map.values()})
-        absent = [file.name for file in paths if not file.is_file()]
-        if absent:
-            raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
-    else:
-        paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        if not paths:
-            raise CheckpointError(f"no *.safetensors file in {path}")
-    files = [open_file(file) for file in paths]
+    files = [open_file(file) for file in _files(path)]
     found = {name: _Stored(file, name) for file in files for name in file.keys()}
     for file in files:
         for name, kept in (file.metadata() or {}).items():
             if kept in found and name not in found:
                 found[name] = found[kept]
     return found
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files that a path means."""
+    newest = newest_files(path)
+    if newest is not None:
+        return newest
+    index = path / INDEX
+    if index.is_file():
+        paths = [path / name for name in _names_in(index)]
+        absent = [file.name for file in paths if not file.is_file()]
+        if absent:
+            raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
+        return paths
+    paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"no *.safetensors file in {path}")
+    return paths
+
+
+def _names_in(index: Path) -> list[str]:
+    """The files that an index names, each once."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not JSON: {error}; copy the folder again") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no 'weight_map' from names of tensors to names of files")
+    names = sorted(set(weight_map.values()))
+    outside = list(filter(leads_out, names))
+    if outside:
+        raise CheckpointError(
+            f"{index} names files outside of its folder, which are not read: {', '.join(outside[:5])}"
+        )
+    return names
+
+
+def _opened(safetensors: Any, file: Path) -> Any:
+    try:
+        return safetensors.safe_open(file, framework="pt")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{file} is no safetensors file, or cut off: {error}; copy it again") from error
 
 
 def _to_read(

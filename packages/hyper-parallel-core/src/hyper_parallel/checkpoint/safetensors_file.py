@@ -60,6 +60,11 @@ class SafetensorsFile:
             os.fsync(self._stream.fileno())
             self._stream.close()
 
+    def abandon(self) -> None:
+        """Write no more."""
+        if self._stream is not None:
+            self._stream.close()
+
 
 @functools.cache
 def _kind(dtype: torch.dtype) -> str:

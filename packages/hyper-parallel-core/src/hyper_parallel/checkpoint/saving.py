@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import os
+import pickle
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +21,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.state_dict_saver import async_save as torch_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from hyper_parallel.checkpoint.folder import CheckpointReader, CheckpointWriter
 from hyper_parallel.checkpoint.optimizer_state import AbsentState
+from hyper_parallel.checkpoint.stateful_objects import NothingToLoad, NothingToSave, StateDictError, given_back, taken
 from hyper_parallel.errors import CheckpointError
 
 __all__ = ["async_save", "load", "save"]
@@ -46,26 +51,32 @@ def save(
     """Save a state dict, each rank its shards; as ``torch.distributed.checkpoint.save``.
 
     A folder is written aside and renamed when it is complete (:class:`CheckpointWriter`), so that a crash never costs
-    the last good checkpoint. While an :func:`async_save` into the same folder runs, it waits for that. State that an
-    optimizer does not have yet is left out.
+    the last good checkpoint; one that failed leaves nothing behind. While an :func:`async_save` into the same folder
+    runs, it waits for that. State that an optimizer does not have yet is left out.
 
     Args:
         state_dict: tensors, objects, nested state dicts, and objects with ``state_dict`` and ``load_state_dict``.
-        checkpoint_id: the folder; a URL goes to PyTorch's fsspec writer, which has no rename.
+        checkpoint_id: the folder, or a link to it; a URL goes to PyTorch's fsspec writer, which has no rename.
         storage_writer, planner, process_group, no_dist: PyTorch's.
 
     Raises:
-        CheckpointError: on every rank, when it failed on one.
+        CheckpointError: on every rank, when it failed on one, be it in the ``state_dict`` of an object.
     """
-    with _readable_errors("save", checkpoint_id), _quiet():
-        return torch_save(
-            _to_save(state_dict),
-            checkpoint_id=checkpoint_id,
-            storage_writer=_writer(storage_writer, checkpoint_id),
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+    writer = _writer(storage_writer, checkpoint_id)
+    content, failure = taken(state_dict)
+    try:
+        with _readable_errors("save", checkpoint_id), _quiet():
+            return torch_save(
+                _without_absent(content),
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=NothingToSave(failure) if failure else planner,
+                process_group=process_group,
+                no_dist=no_dist,
+            )
+    except BaseException:
+        _discard(writer, process_group, no_dist)
+        raise
 
 
 def async_save(
@@ -87,17 +98,21 @@ def async_save(
         A future; training may change the tensors at once. Its ``result()`` raises PyTorch's ``CheckpointException``.
     """
     writer = _writer(storage_writer, checkpoint_id)
+    content, failure = taken(state_dict)
     saving: Any = torch_async_save(
-        _to_save(state_dict),
+        _without_absent(content),
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
-        planner=planner,
+        planner=NothingToSave(failure) if failure else planner,
         process_group=process_group,
         **options,
     )
-    if isinstance(writer, CheckpointWriter):
-        _running[writer.folder.absolute()] = getattr(saving, "upload_completion", saving)
-    return saving
+    if not isinstance(writer, CheckpointWriter):
+        return saving
+    discard = functools.partial(_discard, writer, process_group, options.get("no_dist", False))
+    uploaded = _with_discard(getattr(saving, "upload_completion", saving), discard)
+    _running[writer.folder.absolute()] = uploaded
+    return replace(saving, upload_completion=uploaded) if isinstance(saving, AsyncSaveResponse) else uploaded
 
 
 def load(
@@ -109,6 +124,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     strict: bool = True,
+    weights_only: bool = False,
 ) -> None:
     """Load a checkpoint into a state dict, in place, whatever mesh and layouts it was saved from; as
     ``torch.distributed.checkpoint.load``.
@@ -118,26 +134,90 @@ def load(
 
     Args:
         state_dict: as for :func:`save`, its tensors allocated; take it from :func:`get_state_dict`.
-        checkpoint_id: the folder, or a URL.
+        checkpoint_id: the folder, a link to it, or a URL.
         storage_reader, process_group, no_dist: PyTorch's.
         planner: PyTorch's; replaces the checks described here.
         strict: whether names that the checkpoint lacks, or has beside the ones asked for, are errors.
+        weights_only: run no code that may be written in the checkpoint, as ``torch.load`` calls it: tensors, numbers,
+            text and containers of them are loaded. For checkpoints that somebody else has made.
 
     Raises:
         CheckpointError: on every rank, when it failed on one: no or an incomplete checkpoint, names that are missing
-            or unexpected, other shapes. It lists all of them.
+            or unexpected, other shapes (it lists all of them), files outside of the folder, other objects than
+            ``weights_only`` allows, an object that cannot give its ``state_dict`` or load one.
+        ValueError: ``weights_only`` with a planner or a reader, which may do as they like, or without a folder.
     """
+    if weights_only:
+        _check_weights_only(checkpoint_id, storage_reader, planner)
     if storage_reader is None and checkpoint_id is not None and _is_folder(checkpoint_id):
-        storage_reader = CheckpointReader(checkpoint_id)
+        storage_reader = CheckpointReader(checkpoint_id, weights_only=weights_only)
+    content, failure = taken(state_dict)
     with _readable_errors("load", checkpoint_id), _quiet():
         torch_load(
-            state_dict,
+            content,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,
-            planner=planner or _CheckingPlanner(strict),
+            planner=NothingToLoad(failure) if failure else planner or _CheckingPlanner(strict, weights_only),
             process_group=process_group,
             no_dist=no_dist,
         )
+    failure = given_back(state_dict, content)
+    _raise_on_all(failure, checkpoint_id, process_group, no_dist)
+
+
+def _check_weights_only(checkpoint_id: Any, reader: StorageReader | None, planner: LoadPlanner | None) -> None:
+    if reader is not None or planner is not None or checkpoint_id is None or not _is_folder(checkpoint_id):
+        raise ValueError(
+            "weights_only=True holds for load's own reader and planner: give the folder as checkpoint_id, and no "
+            "storage_reader or planner"
+        )
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _raise_on_all(
+    failure: Exception | None, checkpoint_id: Any, process_group: dist.ProcessGroup | None, no_dist: bool
+) -> None:
+    """Compare notes after the last step, which is each rank's own."""
+    failures: list[Any] = [failure]
+    if _together(no_dist):
+        failures = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(failures, failure, group=process_group)
+    found = {rank: (error, None) for rank, error in enumerate(failures) if error is not None}
+    if found:
+        with _readable_errors("load", checkpoint_id):
+            raise CheckpointException("load_state_dict", found) from failure  # type: ignore[arg-type]
+
+
+def _together(no_dist: bool) -> bool:
+    """Whether several ranks save or load one checkpoint."""
+    return not no_dist and dist.is_available() and dist.is_initialized()
+
+
+def _discard(writer: StorageWriter | None, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
+    """Leave nothing of a save that failed; the others have been told and write no more."""
+    if isinstance(writer, CheckpointWriter) and (not _together(no_dist) or dist.get_rank(process_group) == 0):
+        writer.discard()
+
+
+def _with_discard(saving: Future[Any], discard: Callable[[], None]) -> Future[Any]:
+    """The future of a save, done when what a failed one has written is gone too."""
+    result: Future[Any] = Future()
+
+    def finish(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            result.set_result(done.result())
+        else:
+            discard()
+            result.set_exception(error)
+
+    saving.add_done_callback(finish)
+    return result
+
+
+# -- folders and errors -----------------------------------------------------------------------------------------------
 
 
 def _is_folder(checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -153,11 +233,6 @@ def _writer(given: StorageWriter | None, checkpoint_id: str | os.PathLike[str] |
         if running is not None:
             wait([running])
     return given
-
-
-def _to_save(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    values = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
-    return _without_absent(values)
 
 
 def _without_absent(value: Any) -> Any:
@@ -188,7 +263,7 @@ def _readable_errors(verb: str, checkpoint_id: Any) -> Iterator[None]:
         causes = "\n".join(f"{text}\n(rank {', '.join(map(str, ranks))})" for text, ranks in by_text.items())
         where = "" if checkpoint_id is None else f" {checkpoint_id}"
         # Where the causes say it all, the tracebacks of all ranks would only repeat them.
-        explained = all(isinstance(failure, (_Misfit, OSError)) for failure in failures.values())
+        explained = all(isinstance(failure, (_Misfit, StateDictError, OSError)) for failure in failures.values())
         raise CheckpointError(f"cannot {verb} checkpoint{where}: {causes}", failures=failures) from (
             None if explained else error
         )
@@ -201,9 +276,24 @@ class _Misfit(ValueError):
 class _CheckingPlanner(DefaultLoadPlanner):
     """Compares all that is asked for with all that there is before anything is read."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, weights_only: bool) -> None:
         super().__init__(allow_partial_load=not strict)
-        self.strict = strict
+        self.strict, self.weights_only = strict, weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load an object; with ``weights_only`` PyTorch's own code gets one that we have written anew."""
+        if self.weights_only:
+            try:
+                plain = torch.load(value, weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise _Misfit(
+                    f"{read_item.storage_index.fqn} is an object that weights_only=True does not load; load the "
+                    f"checkpoint with weights_only=False if you trust whoever made it ({str(error).splitlines()[-1]})"
+                ) from None
+            value = io.BytesIO()
+            torch.save(plain, value)
+            value.seek(0)
+        super().load_bytes(read_item, value)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
