@@ -58,3 +58,16 @@ def test_other_sizes_and_strides_with_gaps_are_whole():
         new = x.new_empty_strided(size, stride)
         assert (new.placements, tuple(new.shape), new.stride()) == ((Replicate(),), size, stride)
         assert new.to_local().stride() == stride
+
+
+@pytest.mark.ranks(4)
+def test_operators_that_draw_beside_a_pending_tensor_reduce_no_number_that_they_drew():
+    x = make(torch.rand(5, 3), mesh_of((4,)), [Partial()])
+    with CommTrace() as trace:
+        out = torch.nn.functional.rrelu(x, training=True)
+    assert out.placements == (Replicate(),)
+    assert trace.counts == {"all_reduce": 2}  # the input; the input times the slopes
+    with CommTrace() as trace:
+        out = torch.normal(x, 1.0)
+    assert out.placements == (Replicate(),)
+    assert trace.counts == {"all_reduce": 1}

@@ -297,7 +297,8 @@ def rrelu(
     input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False
 ) -> Tensor:
     """Every element draws a slope, as on no one device: PyTorch's kernels draw for some elements only."""
-    slope = torch.empty_like(input.detach()).uniform_(lower, upper) if training else (lower + upper) / 2
+    # Not empty_like: of a pending tensor that is pending too, where these numbers are needed whole.
+    slope = torch.zeros_like(input.detach()).uniform_(lower, upper) if training else (lower + upper) / 2
     out = torch.where(input > 0, input, input * slope)
     return input.copy_(out) if inplace else out
 
@@ -319,7 +320,7 @@ def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
 def normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     like = mean if isinstance(mean, Tensor) else std
     shape = torch.broadcast_shapes(*(t.shape for t in (mean, std) if isinstance(t, Tensor)))
-    drawn = torch.empty_like(like.detach().expand(shape), memory_format=torch.contiguous_format)
+    drawn = torch.zeros_like(like.detach().expand(shape), memory_format=torch.contiguous_format)
     with torch.no_grad():
         drawn = drawn.normal_(0, 1, generator=generator).mul_(std).add_(mean)
     return drawn_from(drawn, mean, std)
