@@ -38,12 +38,14 @@ __all__ = [
     "ThreadedGroups",
     "assert_async",
     "change_torch",
+    "checkpoint_classes",
     "chunk_cat",
     "current_mesh",
     "current_task",
     "default_store",
     "fake_store",
     "forget_groups",
+    "get_memory_layout",
     "graph_break",
     "group_count",
     "has_compatible_copy_type",
@@ -106,6 +108,9 @@ assert_async = torch._assert_async
 
 lazy_clone: Callable[[torch.Tensor], torch.Tensor] = torch._lazy_clone
 """A copy that is made when one of the two is written."""
+
+get_memory_layout: Any = torch.serialization._get_layout
+"""What pickles of a ``torch.layout`` name."""
 
 chunk_cat = torch._chunk_cat
 """Concatenate tensors chunk by chunk, as a reduce-scatter of several gradients wants them."""
@@ -195,6 +200,13 @@ def __getattr__(name: str) -> Any:
 
         return _FileSystemWriter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def checkpoint_classes() -> tuple[Any, ...]:
+    """Classes without a public name in the metadata of a distributed checkpoint."""
+    from torch.distributed.checkpoint import filesystem, metadata  # only checkpoints load them
+
+    return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, filesystem._StoragePrefix
 
 
 def fake_store() -> Any:

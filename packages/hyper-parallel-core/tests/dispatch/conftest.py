@@ -31,7 +31,7 @@ class Counter:
         if entry is None:  # the first call of all finds the rule
             dispatcher._rules[operator] = entry = dispatcher.rule_of(operator)
         before = self.plans_made
-        entry.cache = counting = CountingCache(entry.cache)
+        entry.plans.young = entry.cache = counting = CountingCache(entry.plans.young)
         operator(*args, **kwargs)
         return counting.lookups, self.plans_made - before
 

@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel._rules.families.elementwise import Elementwise
-from hyper_parallel.dispatch import entry
-from hyper_parallel.dispatch.entry import DispatchEntry, flag_position, is_asked, is_inplace
+from hyper_parallel.dispatch.entry import flag_position, is_asked, is_inplace
 
 
 @pytest.mark.parametrize(
@@ -26,11 +24,3 @@ def test_where_an_inplace_argument_is():
     assert is_asked((0,), {"inplace": True}, at)
     assert not is_asked((0, False), {}, at)
     assert not is_asked((0,), {}, at)
-
-
-def test_a_full_cache_starts_afresh(monkeypatch):
-    monkeypatch.setattr(entry, "CACHE_LIMIT", 2)
-    full = DispatchEntry(torch.exp, object.__new__(Elementwise), "exp")
-    for key in "abc":
-        full.remember(key, key)
-    assert full.cache == {"c": "c"}

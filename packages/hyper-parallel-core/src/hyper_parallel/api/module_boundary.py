@@ -16,6 +16,7 @@ from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import is_replicate, is_shard
 from hyper_parallel.sharding.spec import Spec
 from hyper_parallel.tensor.dtensor import DTensor, wrap
+from hyper_parallel.tensor.from_local_checks import check_is_plain
 from hyper_parallel.tensor.redistribute_cache import remembered
 from hyper_parallel.utils.structures import map_structure
 
@@ -100,6 +101,8 @@ class Boundary:
         sharded = _sharded_axes(self.user).intersection(names) if self.user is not None else set()
         axes = frozenset(wanted.info.axis(name) for name in sharded)
         axes = frozenset(a for a in axes if is_replicate(wanted.placements[a]))
+        if len(self._known) >= _KINDS:  # sections of another length at every step, say
+            self._known.clear()
         self._known[current] = wanted, axes
         return self._known[current]
 
@@ -155,6 +158,7 @@ def taken_as(
     if spec is None:
         if len(_specs_taken) >= _KINDS:
             _specs_taken.clear()
+        check_is_plain(local)
         alike = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
         spec = _specs_taken[kind] = DTensor.from_local(alike, layout, shape=shape).spec
     if tracked and local.is_leaf:

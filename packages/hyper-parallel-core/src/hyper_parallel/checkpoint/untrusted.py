@@ -10,7 +10,9 @@ from pathlib import PureWindowsPath
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
+
+from hyper_parallel import torch_compat
 
 __all__ = ["UnsafeCheckpointError", "check_names", "leads_out", "plain_metadata"]
 
@@ -72,11 +74,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 _CLASSES: tuple[Any, ...] = (
     *(getattr(metadata, name) for name in metadata.__all__),
-    metadata._MEM_FORMAT_ENCODING,
-    filesystem._StorageInfo,
-    filesystem._StoragePrefix,
+    *torch_compat.checkpoint_classes(),
     torch.Size,
-    torch.serialization._get_layout,
+    torch_compat.get_memory_layout,
     collections.OrderedDict,
     pathlib.PosixPath,
     pathlib.PurePosixPath,

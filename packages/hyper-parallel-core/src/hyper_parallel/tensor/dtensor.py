@@ -33,7 +33,12 @@ from hyper_parallel.sharding.spec import NOT_VARYING, Spec, dual, gradient_spec,
 from hyper_parallel.sharding.stated import as_stated, stride_of_whole
 from hyper_parallel.tensor import autograd_bridge, raw_memory
 from hyper_parallel.tensor.autograd_bridge import Marks
-from hyper_parallel.tensor.from_local_checks import check_ranks_agree, check_replicas_agree, global_shape
+from hyper_parallel.tensor.from_local_checks import (
+    check_is_plain,
+    check_ranks_agree,
+    check_replicas_agree,
+    global_shape,
+)
 from hyper_parallel.tensor.given_memory import note_given, note_leaf
 from hyper_parallel.tensor.raw_memory import refuse_memory
 from hyper_parallel.tensor.wrapper import Wrapper, new_wrapper
@@ -105,10 +110,7 @@ class DTensor(Wrapper):
             TypeError: ``local_tensor`` is a DTensor already or no tensor.
             ValueError: the local shape does not fit the layout and global shape; with ``run_check`` on every rank.
         """
-        kind = type(local_tensor)
-        if not isinstance(local_tensor, torch.Tensor) or kind.__name__ == "DTensor":  # ours, or PyTorch's
-            hint = "; DTensor.from_torch takes over one of PyTorch's" if kind.__module__.startswith("torch.") else ""
-            raise TypeError(f"from_local takes this rank's plain tensor, got {kind.__module__}.{kind.__name__}{hint}")
+        check_is_plain(local_tensor)
         layout = as_layout_or_whole(mesh_or_current(device_mesh, "from_local"), placements, local_tensor.ndim)
         shape = global_shape(local_tensor, layout, shape, stride)
         here = layout.info.my_coordinate()

@@ -16,7 +16,15 @@ from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.sharding.spec import NOT_VARYING
 
-__all__ = ["check_ranks_agree", "check_replicas_agree", "check_same", "global_shape"]
+__all__ = ["check_is_plain", "check_ranks_agree", "check_replicas_agree", "check_same", "global_shape"]
+
+
+def check_is_plain(local: Any) -> None:
+    """Raise TypeError for what is no tensor, and for a DTensor, ours or PyTorch's."""
+    kind = type(local)
+    if not isinstance(local, torch.Tensor) or kind.__name__ == "DTensor":
+        hint = "; DTensor.from_torch takes over one of PyTorch's" if kind.__module__.startswith("torch.") else ""
+        raise TypeError(f"from_local takes this rank's plain tensor, got {kind.__module__}.{kind.__name__}{hint}")
 
 
 def global_shape(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hyper_parallel.sharding.placements import Placement
     from hyper_parallel.tensor.dtensor import DTensor
 
-__all__ = ["Gifts", "is_given", "is_leaf_memory", "local_of", "note_given", "note_leaf"]
+__all__ = ["Gifts", "is_given", "is_leaf_memory", "local_of", "memory_of", "note_given", "note_leaf"]
 
 # Set by nn.Parameter and nn.Buffer.
 _REGISTERED = frozenset(["_is_param", "_is_buffer"])
@@ -32,9 +32,19 @@ _leaves: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 _given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
+def memory_of(local: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor, as the object that all who share it get; None where it is not one piece (sparse)."""
+    try:
+        return local.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
 def note_leaf(local: torch.Tensor) -> None:
     """That a tensor was made by its owner, who may hold its memory in other ways."""
-    _leaves.add(local.untyped_storage())
+    memory = memory_of(local)
+    if memory is not None:
+        _leaves.add(memory)
 
 
 class Gifts:
@@ -45,13 +55,15 @@ class Gifts:
 
 def note_given(local: torch.Tensor) -> None:
     """That the user was given a tensor, and may write to it from now on."""
-    _given.add(local.untyped_storage())
-    Gifts.count += 1
+    memory = memory_of(local)
+    if memory is not None:
+        _given.add(memory)
+        Gifts.count += 1
 
 
-def is_given(memory: torch.UntypedStorage) -> bool:
+def is_given(memory: torch.UntypedStorage | None) -> bool:
     """Whether the user was given this memory."""
-    return memory in _given
+    return memory is None or memory in _given
 
 
 def is_leaf_memory(tensor: DTensor) -> bool:
@@ -59,7 +71,7 @@ def is_leaf_memory(tensor: DTensor) -> bool:
     local = tensor._local
     if (local.requires_grad and local.is_leaf) or not _REGISTERED.isdisjoint(tensor.__dict__):
         return True
-    return local.untyped_storage() in _leaves
+    return memory_of(local) in _leaves
 
 
 def local_of(tensor: DTensor, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

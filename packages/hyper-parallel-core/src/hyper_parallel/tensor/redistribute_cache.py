@@ -24,7 +24,7 @@ from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.sharding.spec import Spec
 from hyper_parallel.tensor.autograd_bridge import InFlight
 from hyper_parallel.tensor.dtensor import DTensor, wrap
-from hyper_parallel.tensor.given_memory import Gifts, is_given, is_leaf_memory
+from hyper_parallel.tensor.given_memory import Gifts, is_given, is_leaf_memory, memory_of
 
 __all__ = ["convert", "reduced_form", "remembered"]
 
@@ -97,7 +97,7 @@ class RememberedForm:
         local = tensor._local
         self.result, self.spec, self.grad = result, tensor._spec, torch.is_grad_enabled()
         self.needed, self.version, self.own = local.requires_grad, local._version, result._local._version
-        self.memory, self.offset = local.untyped_storage(), local.storage_offset()
+        self.memory, self.offset = memory_of(local), local.storage_offset()
         self.is_view = result._spec.layout is tensor._spec.layout
         self.of_leaf, self.call, self.gifts = of_leaf, state.call, -1
 
@@ -110,6 +110,7 @@ class RememberedForm:
             and self.needed == local.requires_grad
             and self.version == local._version
             and self.own == self.result._local._version
+            and self.memory is not None
             and self.memory is local.untyped_storage()
             and self.offset == local.storage_offset()
             and (self.is_view or self._is_ours())
@@ -120,7 +121,7 @@ class RememberedForm:
         if self.call is not None and self.call is not state.call:
             return False
         if self.gifts != Gifts.count:
-            if (not self.of_leaf and is_given(self.memory)) or is_given(self.result._local.untyped_storage()):
+            if (not self.of_leaf and is_given(self.memory)) or is_given(memory_of(self.result._local)):
                 return False
             self.gifts = Gifts.count
         return True

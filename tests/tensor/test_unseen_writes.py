@@ -444,3 +444,10 @@ def test_one_buffer_for_all_batches():
         torch.testing.assert_close(model.up(piece), plain.up(batch).chunk(2, -1)[dist.get_rank()])
         piece.numpy()[...] *= 2
         batch = batch * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_gradient_can_be_taken():
+    w = distribute_tensor(torch.ones(4, 3), mesh(), [R]).requires_grad_()
+    w.to_local().grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
+    assert w.grad.to_local().is_sparse
