@@ -194,7 +194,7 @@ def test_names_in_another_order_mean_the_same_call(mesh, counter):
 
 
 def test_a_sum_that_was_reduced_once_is_used_so(mesh, counter):
-    x = pending(mesh, 4, 6)
+    x = scale(pending(mesh, 4, 6), 1.0)  # no leaf, whose owner may write to it
     relu(x)  # needs the value: one reduction, which is remembered
     reduced = x.redistribute(placements=[Replicate()])
     assert scale(x, 2.0).placements == (Replicate(),)

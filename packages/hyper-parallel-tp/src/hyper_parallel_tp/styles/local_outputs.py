@@ -34,7 +34,7 @@ def local_piece(value: Any, module: nn.Module, mesh: DeviceMesh, grad_placements
     if not isinstance(value, DTensor) or value.layout.info is not mesh_info(mesh):
         return value
     check_pieces(value.layout, value.shape, module)
-    local = local_of(value) if grad_placements is None else value.to_local(grad_placements=grad_placements)
+    local = local_of(value, grad_placements)
     if grad_placements is None and is_replicate(value.placements[0]):
         check_first_gradient(local, module, value.layout.info)
     return local
