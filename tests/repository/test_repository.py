@@ -30,10 +30,11 @@ def test_all_packages_have_one_version_and_pin_each_other_to_it():
     assert pins == {f"=={version}", compatible}
 
 
-def test_fully_shard_brings_the_rules_that_optimizers_need():
-    required = one(r"^dependencies = \[(.*?)^\]", (ROOT / "packages/hyper-parallel-fsdp/pyproject.toml").read_text())
-    assert '"hyper-parallel-ops-basic>=' in required
-    assert re.search(r'fromkeys\(\(.*"fsdp".*\), \("core", "ops-basic"\)\)', (ROOT / "noxfile.py").read_text())
+@pytest.mark.parametrize("package", ["fsdp", "tp"])
+def test_a_package_brings_the_rules_that_training_with_it_needs(package):
+    project = (ROOT / f"packages/hyper-parallel-{package}/pyproject.toml").read_text()
+    assert '"hyper-parallel-ops-basic>=' in one(r"^dependencies = \[(.*?)^\]", project)
+    assert re.search(rf'fromkeys\(\(.*"{package}".*\), \("core", "ops-basic"\)\)', (ROOT / "noxfile.py").read_text())
 
 
 def test_every_package_has_the_same_licence_file():
