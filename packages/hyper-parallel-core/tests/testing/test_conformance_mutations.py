@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
 from hyper_parallel import Partial, Shard, Strategy, all_reduce
 from hyper_parallel._rules.call import Solution
 from hyper_parallel._rules.families.elementwise import Elementwise
-from hyper_parallel._rules.op import FunctionOp
+from hyper_parallel._rules.op import DistributedOp, FunctionOp
 from hyper_parallel._rules.strategy import LayoutOp, P, R, S
 from hyper_parallel.tensor.dtensor import wrap
 from hyper_parallel.testing import (
@@ -22,6 +24,7 @@ from hyper_parallel.testing import (
     tensor,
 )
 from hyper_parallel.testing.function_operators import StrategyFunctionOp, distributed
+from hyper_parallel.testing.one_device import wrong_alone
 
 ONE = ((2,),)
 
@@ -265,6 +268,74 @@ def lies_transposed(x):
     return x * 2
 
 
+class LeavesAGap(FunctionOp):
+    def run(self, func, args, kwargs):
+        local = args[0]._resolve() * 2
+        return wrap(torch.cat([local, local], 1)[:, : local.shape[1]], args[0]._spec)
+
+
+@distributed(LeavesAGap)
+def lies_with_gaps(x):
+    return x * 2
+
+
+@distributed(Locally, local=lambda x: x)
+def gives_the_piece_itself(x):
+    return x * 1
+
+
+@distributed(Locally, local=lambda x: x * 2)
+def copies_where_one_device_has_a_view(x):
+    return x[:]
+
+
+@distributed(Locally, local=lambda x: (x * 2).detach())
+def drops_the_gradient(x):
+    return x * 2
+
+
+@distributed(Locally, local=lambda x: (x * 2).detach() + x * 0)
+def drops_the_gradient_in_secret(x):
+    return x * 2
+
+
+class KeepsResults(FunctionOp):
+    """What was computed for a tensor comes again, whatever was written to it meanwhile."""
+
+    def run(self, func, args, kwargs):
+        (x,) = args
+        if not hasattr(x, "_twice"):
+            x._twice = wrap(x._resolve() * 2, x._spec)
+        return x._twice
+
+
+@distributed(KeepsResults)
+def remembers_too_long(x):
+    return x * 2
+
+
+class KeepsShapes(FunctionOp):
+    """The first columns; how many there were in the first call is taken for all."""
+
+    known: ClassVar[dict] = {}
+
+    def run(self, func, args, kwargs):
+        x, count = args[0].redistribute(args[0].layout.replicated()), args[1]
+        columns = self.known.setdefault("columns", count)
+        spec = x.spec.replace(shape=(x.shape[0], columns), stride=(columns, 1))
+        return wrap(x._resolve()[:, :count].clone(memory_format=torch.contiguous_format), spec)
+
+
+@distributed(KeepsShapes)
+def first_columns(x, count):
+    return x[:, :count].clone(memory_format=torch.contiguous_format)
+
+
+class CachedShape(OpConformance):
+    op = first_columns
+    samples = (sample(tensor(4, 6, grad=False), 2), sample(tensor(4, 6, grad=False), 4))
+
+
 @distributed(Locally, local=lambda x: x * 2 if x.shape[0] != 3 else x * 3)
 def wrong_on_three_rows(x):
     return x * 2
@@ -283,6 +354,12 @@ def wrong_on_three_rows(x):
         (adds_the_rank, None, (tensor(4),), "rank 1: .*values differ"),
         (says_contiguous, None, (tensor(4, 6),), "global stride is"),
         (lies_transposed, None, (tensor(4, 6),), r"the local tensor has stride \(1, \d\), stated"),
+        (lies_with_gaps, None, (tensor(4, 6),), r"the local tensor has stride \(\d+, 1\), stated"),
+        (gives_the_piece_itself, None, (tensor(4, 6),), "output 0 shares memory with input 0|output 0 is input 0"),
+        (copies_where_one_device_has_a_view, None, (tensor(4, 6),), "on one device it shares memory with it"),
+        (drops_the_gradient, (tensor(4, grad=False),), (tensor(4),), "requires_grad is False, expected True"),
+        (drops_the_gradient_in_secret, (tensor(4, grad=False),), (tensor(4),), r"gradient of input 0 .*values differ"),
+        (remembers_too_long, None, (tensor(4, 6),), "after the inputs were halved in place .*values differ"),
         (wrong_on_three_rows, None, (tensor(6, 2),), "values differ"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -318,6 +395,80 @@ class ForgetsOut(OpConformance):
 def test_out_form_that_does_not_write_is_found(ranks):
     with pytest.raises(pytest.fail.Exception, match="not the tensor given as out="):
         ForgetsOut().test_out(ranks, (0, (2,), True), None)
+
+
+def test_cached_shape_is_found(ranks):
+    """By a second sample with another argument: the ranks keep what a rule keeps."""
+    CachedShape().test_layouts(ranks, (0, (2,), False), 4)
+    with pytest.raises(pytest.fail.Exception, match=r"global shape is \(4, 2\), expected \(4, 4\)"):
+        CachedShape().test_layouts(ranks, (1, (2,), False), 4)
+
+
+@torch.library.custom_op("hp_mutations::twice", mutates_args=())
+def twice_with_a_wrong_backward(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+twice_with_a_wrong_backward.register_fake(lambda x: torch.empty_like(x))
+twice_with_a_wrong_backward.register_autograd(lambda ctx, grad: grad * 4)
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@torch.library.custom_op("hp_mutations::writes_its_input", mutates_args=())
+def writes_its_input(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2) + 1
+
+
+writes_its_input.register_fake(lambda x: torch.empty_like(x))
+
+
+def twice(x):
+    return twice_with_a_wrong_backward(x)
+
+
+def tripled(x):
+    return _Tripled.apply(x)
+
+
+@pytest.mark.parametrize(("function", "text"), [(twice, "gradcheck"), (tripled, "gradcheck")])
+def test_gradient_that_is_wrong_on_one_device_is_found(function, text):
+    """On a mesh it would be compared with itself. No rank is asked."""
+    with pytest.raises(ConformanceError, match=f"on one device, before any layout: .*{text}"):
+        check_op(None, function, tensor(4, 3), meshes=ONE)
+    assert wrong_alone(function, sample(tensor(4, 3)).options(no_gradcheck="it is not meant to be")) is None
+
+
+def test_custom_operator_that_breaks_the_rules_of_torch_is_found():
+    with pytest.raises(ConformanceError, match=r"torch\.library\.opcheck of hp_mutations\.writes_its_input"):
+        check_op(None, writes_its_input, tensor(4, 3, grad=False), meshes=ONE)
+    declared = sample(tensor(4, 3, grad=False)).options(no_opcheck="it is meant to")
+    assert wrong_alone(writes_its_input, declared) is None
+
+
+class WrongWhenSharded(DistributedOp):
+    """By its three phases; the cut dim is not reduced."""
+
+    def infer_layout(self, layouts, extra_args):
+        return layouts[0]
+
+
+@distributed(WrongWhenSharded)
+def minus_the_mean(x):
+    return x - x.mean()
+
+
+def test_three_phase_rule_is_judged_on_a_layout_that_shards_also_with_one_layout(ranks):
+    with pytest.raises(ConformanceError, match=r"S\(0\).*\n.*values differ"):
+        check_op(ranks, minus_the_mean, tensor(4, 3), meshes=ONE, max_layouts=1)
 
 
 def reduces_in_secret(x):

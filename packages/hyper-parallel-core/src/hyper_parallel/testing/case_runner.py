@@ -22,6 +22,7 @@ from hyper_parallel.testing.aliasing import Alias, aliases, wrong_aliases
 from hyper_parallel.testing.findings import Findings
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported
 from hyper_parallel.testing.layouts import Case
+from hyper_parallel.testing.other_values import halve_in_place, halved
 from hyper_parallel.testing.placing import make, piece_of
 from hyper_parallel.testing.progress import busy_with
 from hyper_parallel.testing.reproduction import title
@@ -282,7 +283,7 @@ class CaseRunner:
         shown += ", this rank's piece"
         if layout.is_partial():
             # The other ranks may find nothing wrong with theirs, and count on this one's term.
-            term = local if fits else torch.zeros_like(piece)
+            term = local.clone() if fits else torch.zeros_like(piece)  # a view of an input changes with it
             judge = partial(self._judge_reduced, self.policy, shown, piece)
             self.findings.when_reduced(layout, term, judge)
         elif fits:
@@ -324,10 +325,10 @@ class CaseRunner:
         if any(leaf.layout.is_partial() for leaf in leaves):
             # A sum that the first call carried out enters this one in reduced form, so other terms may come out.
             before = pytree.tree_leaves(self.call(self.op.func, leaves))
-        before_it = cached_plans()
+        plans = cached_plans()
         again = pytree.tree_leaves(self.call(self.op.func, leaves))
-        if cached_plans() != before_it:
-            self.note(f"the same call a second time made {cached_plans() - before_it} new cache entries")
+        if (more := cached_plans() - plans) != 0:
+            self.note(f"the same call a second time made {more} new cache entries")
         for index, (a, b) in enumerate(zip(before, again, strict=True)):
             if isinstance(a, DTensor):
                 label = f"output {index} of a second identical call"
@@ -335,6 +336,14 @@ class CaseRunner:
                 if problem is not None and self._changes_inputs():
                     problem += "; the call changes its inputs, on one device too"
                 self.note(problem)
+
+        if not self._changes_inputs():
+            halve_in_place(leaves)
+            want = self.call(self.op.on_plain, halved(self.values, self.layouts))
+            pairs = zip(*map(pytree.tree_leaves, (self.call(self.op.func, leaves), want)), strict=True)
+            for index, (mine, right) in enumerate(pairs):
+                if isinstance(mine, DTensor) and mine.shape == right.shape:
+                    self._compare_values(f"output {index} of a call after the inputs were halved in place", mine, right)
 
     def _changes_inputs(self) -> bool:
         pairs = zip(self.expected.inputs, self.values, strict=True)

@@ -9,8 +9,12 @@ ranks: layouts of every input (Replicate, every Shard, pending sums, both orders
 all combinations when few, otherwise drawn by hypothesis), each under the default policy (it must work, or be refused
 with the standard error) and under ``auto`` (it must work); gradients for all inputs or some, varying inputs, transposed
 memory; and, for a rule made of strategies, every strategy exactly as listed. Compared are values, gradients and their
-layouts, dtype, shape and strides, global and local, which results are inputs or share memory with them, and whether a
-second call finds the first one's plan. What fails is shrunk to the smallest case that fails, and printed as a program.
+layouts, dtype, shape and strides, global and local, which results are inputs or share memory with them, whether a
+second call finds the first one's plan, and whether a third one sees that the inputs changed. What fails is shrunk to
+the smallest case that fails, and printed as a program.
+
+On a mesh an operator is compared with itself. So what is not PyTorch's own (an ``autograd.Function``, an operator of
+``torch.library``) is judged alone too, once per sample: by ``torch.autograd.gradcheck`` and ``torch.library.opcheck``.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from hyper_parallel.testing.checking import Outcome, check_cases, listed_rows
 from hyper_parallel.testing.failures import RanksFailed
 from hyper_parallel.testing.inputs import MaxCollectives, Sample, Unsupported, sample
 from hyper_parallel.testing.layouts import Case
+from hyper_parallel.testing.one_device import wrong_alone
 from hyper_parallel.testing.trial import ConformanceError, Trial
 
 Ranks = Callable[..., list[Any]]
@@ -127,6 +132,8 @@ class OpConformance:
         )  # fmt: skip
         failure = ""
         try:
+            if form == "layouts" and mesh == cls.meshes[0]:
+                _check_alone(cls.reference or cls.op, one)
             trial.check()
         except (RanksFailed, ConformanceError) as error:
             failure = str(error)  # which says more than a traceback of this process
@@ -157,6 +164,7 @@ def check_op(
     """
     one = sample(*args, **kwargs)
     op = declared or OpUnderTest(func)
+    _check_alone(op.on_plain, one)
     for mesh in meshes:
         given = (one, one.values(), mesh)
         Trial(
@@ -164,6 +172,13 @@ def check_op(
             rows=partial(_rows_of_op, ranks, op, given),
             run=partial(_check_op, ranks, op, given),
         ).check()  # fmt: skip
+
+
+def _check_alone(func: Callable[..., Any], one: Sample) -> None:
+    """Raise ConformanceError where the operator is wrong without any layout."""
+    wrong = wrong_alone(func, one)
+    if wrong is not None:
+        raise ConformanceError(f"{one.id} is wrong\n{wrong}")
 
 
 def _rows_of_op(ranks: Ranks, op: OpUnderTest, given: tuple[Any, ...]) -> list[Row]:

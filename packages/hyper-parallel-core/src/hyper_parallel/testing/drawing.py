@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.sharding.placements import PackedShard, Placement, Replicate, Shard, on_dim
@@ -56,6 +56,19 @@ class InputSpace:
         for combination in itertools.product(*options):
             wanted = [w and rng.random() < 0.75 for w in self.wants_grad]
             found.append(Case(tuple(_entered(one, w, rng.random) for one, w in zip(combination, wanted, strict=True))))
+        return found
+
+    def sharded_cases(self) -> list[Case]:
+        """One case per dim of the first input that can be cut, sharded over the first mesh axis."""
+        options = self.options()
+        found = []
+        for dim, size in enumerate(self.shapes[0] if self.shapes else ()):
+            if size > 1:
+                first = Placed((Shard(dim), *[Replicate()] * (self.mesh_ndim - 1)))
+                others = zip(self.shapes, options, strict=True)
+                placed = [_counterpart(first, self.shapes[0], shape, some) for shape, some in others]
+                entered = (replace(one, grad=w) for one, w in zip(placed, self.wants_grad, strict=True))
+                found.append(Case(tuple(entered)))
         return found
 
     def strategy(self) -> SearchStrategy[Case]:

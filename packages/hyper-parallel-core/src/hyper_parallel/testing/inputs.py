@@ -96,6 +96,8 @@ class Sample:
         unsupported: given the layouts of the tensor inputs, whether the operator must refuse them.
         max_collectives: how often each collective may run in the forward, or a function that says so for the layouts of
             the tensor inputs.
+        no_gradcheck: reason why the operator's gradient is not compared with differences on one device.
+        no_opcheck: reason why its custom operators are not given to ``torch.library.opcheck``.
     """
 
     args: tuple[Any, ...]
@@ -104,6 +106,8 @@ class Sample:
     gap: str | None = None
     unsupported: Unsupported | None = None
     max_collectives: MaxCollectives | None = None
+    no_gradcheck: str | None = None
+    no_opcheck: str | None = None
     tensors: list[TensorInput | torch.Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +115,7 @@ class Sample:
         object.__setattr__(self, "tensors", [leaf for leaf in leaves if _is_tensor(leaf)])
 
     def options(self, **changes: Any) -> Sample:
-        """The same call with ``name``, ``gap``, ``unsupported`` or ``max_collectives`` set."""
+        """The same call with some of the attributes set: ``name``, ``gap``, ``unsupported`` and so on."""
         return replace(self, **changes)
 
     @property

@@ -84,6 +84,8 @@ class Trial:
         if len(self.mesh) > 1 and len(combinations) > self.limit // 2:
             listed = drawn(self._of_any(combinations), max(1, self.limit // 2), self._seed)
         cases = [*listed, *space.cases(self.limit, self._seed)]
+        if not rows:  # what is drawn need not shard anything, and then the rule is not judged at all
+            cases = list(dict.fromkeys([*cases, *space.sharded_cases()]))
         failure = self._attempt(cases)
         if failure is None:
             return
