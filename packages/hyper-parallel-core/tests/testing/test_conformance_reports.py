@@ -52,7 +52,7 @@ def never_returns(x):
     ("function", "given", "message"),
     [
         (raises_on_shards, tensor(3), r"rank 1: RuntimeError: cannot take a single row\n"),
-        (transposed_in_place, tensor(4, 3), r"rank 0: output 0 \(S\(0\)\): shape of the local tensor is \(3, 2\)"),
+        (transposed_in_place, tensor(4, 3), r"rank 0: output 0 \(S\(0\)\): the local tensor has shape \(3, 2\)"),
         (ends_the_process, tensor(5), "rank 0: the process ended with exit code 3"),
         (never_returns, tensor(5), r"rank.* did not return within 8 s.*in never_returns"),
     ],
