@@ -32,6 +32,8 @@ def difference(local: Any, spec: Spec) -> str | None:
 
 def as_stated(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """The tensor itself where it lies in memory as its spec states, else a copy that does."""
+    if local.layout is not torch.strided:  # a sparse gradient
+        return local
     order = spec.memory_order
     if order is None and local.is_contiguous() and spec.stride == spec.dense_stride:  # the common case, seen at once
         return local
