@@ -159,7 +159,7 @@ def test_our_factories_take_the_layout_of_torch(name):
     where = {"device_mesh": mesh_of((2,)), "placements": [Shard(0)]}
     x = make(5, 3, layout=torch.strided, **where)
     assert make(5, 3, layout=x.layout, **where).layout is x.layout
-    with pytest.raises(ValueError, match="memory is torch.strided"):
+    with pytest.raises(ValueError, match=r"memory is torch\.strided"):
         make(5, 3, layout=torch.sparse_coo, **where)
 
 
