@@ -80,15 +80,11 @@ def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
             f"""
         layouts are written per mesh axis: dp, tp
 
-        Tensor.exp
+        Tensor.exp  x3
           at    {program}:9
           in    [8, 4] S(0),P(sum)
           move  S(0),P(sum) -> S(0),R
           comm  all_reduce 64 B over tp (2 ranks)
-          out   [8, 4] S(0),R
-        Tensor.exp  x2
-          at    {program}:9
-          in    [8, 4] S(0),P(sum)
           out   [8, 4] S(0),R
         (outside operators)
           at    {program}:10
@@ -101,7 +97,7 @@ def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
 
         COLLECTIVE  CALLS  BYTES  AXES
         all_gather  1      128    dp
-        all_reduce  1      64     tp
+        all_reduce  3      192    tp
         """
         )
         == "\n" + shown.out

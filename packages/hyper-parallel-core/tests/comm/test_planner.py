@@ -318,7 +318,7 @@ def test_event_tells_what_and_where():
     (event,) = trace.events
     assert (event.op, event.axes, event.ranks, event.phase) == ("all_reduce", (1,), 2, "forward")
     assert event.change == "S(0),P(sum) -> S(0),R"
-    assert event.where.rpartition(":")[0].endswith("test_transition.py")
+    assert event.where.rpartition(":")[0].endswith("test_planner.py")
     assert trace.counts == {"all_reduce": 1}
     assert trace.nbytes == 32
     assert "all_reduce" in str(trace)

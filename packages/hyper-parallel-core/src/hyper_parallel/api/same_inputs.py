@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hyper_parallel.api.replace_forward import NOT_COMPILED, forward_function, set_forward
 from hyper_parallel.context import in_backward
 from hyper_parallel.sharding.mesh import DeviceMesh, MeshInfo, mesh_info
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.from_local_checks import check_same
+from hyper_parallel.tensor.untraced import untraced
 from hyper_parallel.torch_compat import pytree
 from hyper_parallel.utils.structures import tensors_of
 
@@ -41,35 +44,32 @@ def require_same_inputs(module: nn.Module, device_mesh: DeviceMesh) -> Removable
     )
 
 
-def check_first_inputs(module: nn.Module, device_mesh: DeviceMesh) -> RemovableHandle:
+def check_first_inputs(module: nn.Module, device_mesh: DeviceMesh) -> None:
     """Compare what a module is called with over the ranks of a mesh, in its first forward and in the first one after
     each change between training and evaluation, or of the gradient mode.
 
     Compared are plain tensors of whole numbers and bools (token ids, labels, masks, positions): of others nothing says
-    that they are not this rank's shards. One all-reduce of 16 bytes each time, which no CommTrace counts; none where
-    torch.compile traces the call.
+    that they are not this rank's shards. One all-reduce of 16 bytes each time, which no CommTrace counts. It is part of
+    the module's forward and no hook, so that torch.compile leaves it out with the rest of what it cannot trace.
 
     Args:
-        module: the model.
+        module: the model, parallelised.
         device_mesh: the ranks that share it.
-
-    Returns:
-        A handle; its ``remove()`` ends the check.
 
     Raises:
         ValueError: from the module's forward, on every rank, when they differ.
     """
-    info = mesh_info(device_mesh)
+    info, function = mesh_info(device_mesh), forward_function(module)
     last: list[Any] = [None]
 
-    # A function, and no object: a copy of the module has the same hook, and cannot copy process groups.
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mode = module.training, torch.is_grad_enabled()
-        if mode != last[0] and not torch.compiler.is_compiling() and not in_backward():
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mode = self.training, torch.is_grad_enabled()
+        if mode != last[0] and not in_backward():
             last[0] = mode
-            _compare(module, args, kwargs, info, only_whole_numbers=True)
+            _compare(self, args, kwargs, info, only_whole_numbers=True)
+        return function(self, *args, **kwargs)
 
-    return module.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+    set_forward(module, untraced(functools.update_wrapper(forward, function), NOT_COMPILED))
 
 
 def _is_whole_number(tensor: torch.Tensor) -> bool:
