@@ -81,11 +81,7 @@ class FusedStep(FunctionOp):
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         lists = self.local_lists(func, args)
         func(*lists, **{name: _whole(value) for name, value in kwargs.items()})
-        # The kernel counts no write. To the states it is counted here; parameters are leaves, of which nothing is kept
-        # that such a write makes wrong, and a graph that holds one stays as usable as on one device.
-        torch.autograd.graph.increment_version(
-            [t for given, local in zip(args[2:], lists[2:], strict=True) for t in _written(given, local)]
-        )
+        self.count_writes(args[2:], lists[2:])
 
     def local_lists(self, func: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """The local tensors of each list, laid out like the parameters, which are the first."""
@@ -103,6 +99,16 @@ class FusedStep(FunctionOp):
                 "round; make the optimizer after the parameters were distributed"
             )
         return local_args
+
+    def count_writes(self, states: Sequence[Any], local: Sequence[Any]) -> None:
+        """Count the write to each state, as the kernel counts none: what was computed of a state before it is old now.
+
+        Parameters are leaves, of which nothing is kept that such a write makes wrong, and a graph that holds one stays
+        as usable as on one device.
+        """
+        torch.autograd.graph.increment_version(
+            [t for given, tensors in zip(states, local, strict=True) for t in _written(given, tensors)]
+        )
 
 
 def _needs_grad(args: Sequence[Any]) -> bool:
