@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -37,6 +38,8 @@ __all__ = [
     "Change",
     "DisableTorchFunction",
     "FileSystemWriter",
+    "OpOverload",
+    "OpOverloadPacket",
     "ThreadedGroups",
     "assert_async",
     "change_torch",
