@@ -28,6 +28,7 @@ from hyper_parallel import (
     redistribute_policy,
     shard_module,
 )
+from hyper_parallel.rules import remembered
 
 R, P = Replicate(), Partial()
 
@@ -451,3 +452,23 @@ def test_a_sparse_gradient_can_be_taken():
     w = distribute_tensor(torch.ones(4, 3), mesh(), [R]).requires_grad_()
     w.to_local().grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
     assert w.grad.to_local().is_sparse
+
+
+@pytest.mark.ranks(2)
+def test_unscaling_a_gradient_is_a_write_to_it():
+    w = distribute_tensor(torch.ones(4, 3), mesh(), [Shard(0)]).requires_grad_()
+    (w * 6).sum().backward()
+    whole = w.layout.replicated()
+    assert remembered(w.grad, whole) is remembered(w.grad, whole)
+    with torch.no_grad():
+        torch._amp_foreach_non_finite_check_and_unscale_([w.grad], torch.zeros(1), torch.tensor(0.5))
+    assert remembered(w.grad, whole).tolist() == [[3.0] * 3] * 4
+
+
+@pytest.mark.ranks(2)
+def test_a_write_by_foreach_to_a_redistributed_view_reaches_the_tensor():
+    x = distribute_tensor(torch.ones(2, 4), mesh(), [Shard(0)])
+    with redistribute_policy("auto"):
+        row = x.unbind(0)[0]
+        torch._foreach_mul_([row], 2.0)
+    assert x.full_tensor().tolist() == [[2.0] * 4, [1.0] * 4]

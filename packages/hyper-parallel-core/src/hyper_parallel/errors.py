@@ -52,7 +52,7 @@ class OpConflictError(PluginError):
 
     Attributes:
         op_name: the op.
-        entries: the :class:`hyper_parallel.registry.OpEntry` objects that compete.
+        entries: the :class:`hyper_parallel.registry.op_entry.OpEntry` objects that compete.
     """
 
     def __init__(self, message: str, *, op_name: str, entries: Sequence[Any] = ()) -> None:

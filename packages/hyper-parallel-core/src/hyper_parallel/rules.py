@@ -86,7 +86,7 @@ from hyper_parallel.tensor.in_place import before_write
 from hyper_parallel.tensor.random import check_generators, draw, embedded, local_part
 from hyper_parallel.tensor.redistribute_cache import remembered
 from hyper_parallel.tensor.replaced_parameters import note_replaced, replaces_parameters
-from hyper_parallel.tensor.views import carry, root_of
+from hyper_parallel.tensor.views import carry, has_copies, root_of
 
 # What torch has under private names
 from hyper_parallel import torch_compat
@@ -176,6 +176,7 @@ __all__ = [
     "forward_function",
     "global_indices",
     "gradient_paths",
+    "has_copies",
     "in_backward",
     "in_memory_order",
     "indices_of",

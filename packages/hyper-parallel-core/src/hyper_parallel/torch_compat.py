@@ -1,8 +1,9 @@
 """All of torch that has no public name, and all that is changed in torch: read in torch 2.13.
 
 The other modules, and those of our packages, take private names from here, so that a new version of torch is compared
-with one file. :data:`CHANGES` lists what :func:`change_torch` changes; it is called once, when the first mesh is used
-by a layout, since there is no DTensor before. Importing HyperParallel changes nothing in torch.
+with one file. :data:`CHANGES` lists what is changed when the first mesh is used by a layout, since there is no DTensor
+before (:mod:`hyper_parallel.tensor.torch_changes` and the registry do it), :data:`OTHER_CHANGES` the rest. Importing
+HyperParallel changes nothing in torch.
 
 Operators that torch calls private (``torch._foreach_add``, ``torch._grouped_mm``) are no part of this: op tables name
 them, and a table's entry for a function that is gone does nothing.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -30,11 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHANGES",
+    "OTHER_CHANGES",
     "READ_IN",
     "AccumulateGrad",
     "Change",
     "DisableTorchFunction",
     "FileSystemWriter",
+    "OpOverload",
+    "OpOverloadPacket",
     "ThreadedGroups",
     "assert_async",
     "change_torch",
@@ -274,6 +279,7 @@ CHANGES = (
     Change("torch.autograd.Function.__init_subclass__", "kernels of known packages would be given a DTensor"),
     Change("torch.nn.RNNBase.flatten_parameters", "it asks sharded weights for their memory"),
     Change("torch.utils.dlpack.to_dlpack", "it would hand out memory that a DTensor does not have"),
+    Change("torch.to_dlpack", "it is the same function"),
     Change("torch.utils.swap_tensors", "it refuses tensors with weak references, which parameters have"),
     Change("torch.testing._comparison.TensorLikePair._check_supported", "it does not know a DTensor's layout"),
     Change("torch.testing._comparison.TensorLikePair._compare_values", "it would redistribute to say what differs"),
@@ -284,6 +290,16 @@ CHANGES = (
     Change("torch.distributed._state_dict_utils._distribute_state_dict", _ISINSTANCE),
     Change("torch.distributed._state_dict_utils._broadcast_state_dict", _ISINSTANCE),
 )
+"""When the first mesh is used; of modules that are not imported then, when they are."""
+
+OTHER_CHANGES = (
+    Change("torch.distributed.nn.functional.*.__defaults__", "a group would live on after destroy_process_group()"),
+    Change("torch.autograd.Function.apply of classes that an op table names", "no rule would see their calls"),
+    Change("torch.autograd.Function.apply of classes of kernel libraries", "kernels would be given a DTensor"),
+    Change("transformers.PreTrainedModel.resize_token_embeddings", "it would make embeddings of one device"),
+    Change("transformers.PreTrainedModel.save_pretrained", "it would ask DTensors for their memory half-way"),
+)
+"""At other times, or in other libraries: when groups are destroyed, when those classes and libraries are imported."""
 
 _STATE_DICT_USER = "torch.distributed.checkpoint.state_dict"  # which imports the functions by name
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

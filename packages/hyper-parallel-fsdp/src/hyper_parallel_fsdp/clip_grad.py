@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hyper_parallel import DTensor
-from hyper_parallel.rules import MeshInfo, is_shard, primitives
+from hyper_parallel.rules import MeshInfo, is_shard, local_of, primitives
 
 __all__ = ["clip_grad_norm_"]
 
@@ -97,7 +97,7 @@ def _by_mesh(parameters: list[torch.Tensor]) -> dict[MeshInfo | None, dict[tuple
         axes: tuple[int, ...] = ()
         grad = parameter.grad
         if isinstance(parameter, DTensor):
-            layout, grad = parameter.layout, parameter.to_local().grad
+            layout, grad = parameter.layout, local_of(parameter).grad
             names = [n for n, p in zip(layout.mesh_dim_names, layout.placements, strict=True) if is_shard(p)]
             wide = larger[layout.info]
             axes = tuple(sorted(a for a in map(wide.axis, names) if wide.shape[a] > 1))

@@ -18,6 +18,7 @@ from hyper_parallel.rules import (
     chunk_bounds,
     contiguous_stride,
     is_replicate,
+    local_of,
     make_spec,
     note_replaced,
     primitives,
@@ -111,7 +112,7 @@ class HSDPParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard."""
-        return self.sharded.to_local()  # type: ignore[attr-defined]
+        return local_of(self.sharded)  # type: ignore[arg-type]
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
@@ -187,7 +188,8 @@ class HSDPParam:
         place.copy_(self.local)
         self.local.data = place
         self.sharded.forget_forms()  # type: ignore[attr-defined]
-        self._put = (self.local.data_ptr(), self.sharded.spec)  # type: ignore[attr-defined]
+        # As memory that the user was given: the flat buffer is written as a whole too.
+        self._put = (self.sharded.to_local().data_ptr(), self.sharded.spec)  # type: ignore[attr-defined]
 
     @property
     def moved(self) -> bool:
@@ -275,7 +277,7 @@ def _hooks(local: torch.Tensor, kind: str) -> tuple[Any, ...]:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks were registered on a parameter, plain or DTensor."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
     return bool(_hooks(local, "_backward_hooks") or _hooks(local, "_post_accumulate_grad_hooks"))
 
 

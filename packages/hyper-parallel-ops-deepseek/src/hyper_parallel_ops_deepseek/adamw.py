@@ -25,9 +25,11 @@ class ApplyAdamW(FusedStep):
         given = _SIGNATURE.bind(args, kwargs)
         largest = given.get("max_grad_norm")
         lists = [[tensor] for tensor in (*given["out"], given["grad"], *([] if largest is None else [largest]))]
-        parameter, first, second, grad, *rest = (tensors[0] for tensors in self.local_lists(func, lists))
+        local_lists = self.local_lists(func, lists)
+        parameter, first, second, grad, *rest = (tensors[0] for tensors in local_lists)
         local = {"grad": grad, "out": (parameter, first, second)} | ({"max_grad_norm": rest[0]} if rest else {})
         numbers = [given[name] for name in _SIGNATURE.names[:7]]
         named = {name: value for name, value in given.items() if name not in _SIGNATURE.names[:7]}
         func(*numbers, **named | local)
+        self.count_writes(lists[1:3], local_lists[1:3])
         return given["out"]

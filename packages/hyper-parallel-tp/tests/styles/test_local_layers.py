@@ -18,7 +18,7 @@ from hyper_parallel import (
     distribute_tensor,
     parallelize_module,
 )
-from hyper_parallel_tp.styles import local_layers as on_pieces
+from hyper_parallel_tp.styles import local_layers
 
 R, S1, LAST = Replicate(), Shard(1), Shard(-1)
 
@@ -45,7 +45,7 @@ def test_the_short_way_gives_what_the_general_way_gives(name):
     with pytest.MonkeyPatch.context() as patch:
         short = counted(patch)
         parallelize_module(modules[0], mesh(), style())
-        patch.setattr(on_pieces, "_FUNCTIONS", {})
+        patch.setattr(local_layers, "_FUNCTIONS", {})
         parallelize_module(modules[1], mesh(), style())
     given = distribute_tensor(hidden(2, 4, getattr(modules[0], "in_features", 8)), mesh(), [layout])
     for plain, low in ((False, False), (True, False), (True, True)):
@@ -71,8 +71,8 @@ def counted(patch):
     def counting(compute):
         return lambda *args, **kwargs: calls.append(compute) or compute(*args, **kwargs)
 
-    functions = {forward: counting(compute) for forward, compute in on_pieces._FUNCTIONS.items()}
-    patch.setattr(on_pieces, "_FUNCTIONS", functions)
+    functions = {forward: counting(compute) for forward, compute in local_layers._FUNCTIONS.items()}
+    patch.setattr(local_layers, "_FUNCTIONS", functions)
     return calls
 
 

@@ -115,7 +115,7 @@ def match(
     for axis in range(call.info.ndim):
         chosen.append(_choose(call, rows, axis, largest_output, chosen))
     targets, outputs = _joint(call, chosen, count)
-    _check_policy(call, targets, rows)
+    _check_policy(call, targets)
     return chosen, targets, outputs
 
 
@@ -301,7 +301,7 @@ def _like_anchor(call: Call, row: Row, axis: int, want: Shard) -> Placement:
     return want
 
 
-def _check_policy(call: Call, targets: Sequence[Layout], rows: Iterable[Row]) -> None:
+def _check_policy(call: Call, targets: Sequence[Layout]) -> None:
     """Refuse a change of shard order or packing that the per-axis match could not see."""
     if call.mode.policy == "auto":
         return

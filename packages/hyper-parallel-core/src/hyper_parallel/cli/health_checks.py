@@ -47,8 +47,9 @@ for kind in ("cuda", "npu", "xpu", "mps"):
         devices[kind] = module.device_count()
 facts = {"version": torch.__version__, "file": torch.__file__, "backends": backends, "devices": devices}
 try:
-    from hyper_parallel.torch_compat import CHANGES, READ_IN
-    facts["changes"], facts["read_in"] = [f"{c.where}: else {c.why}" for c in CHANGES], READ_IN
+    from hyper_parallel.torch_compat import CHANGES, OTHER_CHANGES, READ_IN
+    told = [[f"{c.where}: else {c.why}" for c in changes] for changes in (CHANGES, OTHER_CHANGES)]
+    facts["changes"], facts["other_changes"], facts["read_in"] = *told, READ_IN
 except (ImportError, AttributeError) as error:
     facts["missing"] = str(error)
 print("ANSWER" + json.dumps(facts))
@@ -136,9 +137,9 @@ def _changes(facts: Mapping[str, Any]) -> Check:
     if "missing" in facts:
         fix = "use a version of torch that this version of hyper-parallel-core knows"
         return Check("torch's private names", "fail", f"not all are there: {facts['missing']}", fix=fix)
-    changes = tuple(facts["changes"])
-    found = f"{len(changes)} are changed when the first mesh is used; read in torch {facts['read_in']}"
-    return Check("torch's private names", "ok", found, changes)
+    changes, others = facts["changes"], facts["other_changes"]
+    found = f"{len(changes)} are changed when the first mesh is used, {len(others)} kinds at other times"
+    return Check("torch's private names", "ok", f"{found}; read in torch {facts['read_in']}", (*changes, *others))
 
 
 # -- packages -----------------------------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ from hyper_parallel.registry.registry import LISTENERS
 from hyper_parallel.tensor.autograd_bridge import Marks
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.in_place import before_write
-from hyper_parallel.tensor.raw_memory import refuse_memory
 from hyper_parallel.tensor.untraced import untraced
 from hyper_parallel.tensor.views import assign, note_copies, note_view
 from hyper_parallel.tensor.wrapper import new_wrapper
+from hyper_parallel.torch_compat import refuse_memory
 from hyper_parallel.utils.function_names import name_of_served
 
 __all__ = ["cached_plans", "dispatch", "forget_rules", "known_rule"]

@@ -157,7 +157,7 @@ def _plan_of(rule: DispatchEntry, call: Call, solution: Solution) -> Plan:
         types = [output_varying(call, solution, x, i) for i, x in enumerate(layouts)]
         plan.unfinished = list(zip(layouts, solution.shapes, types, strict=True))
         return plan
-    specs, single = output_specs(rule, call, solution)
+    specs, single = output_specs(call, solution)
     if single:
         plan.spec = specs[0]
     plan.specs = specs
@@ -237,7 +237,7 @@ def in_order_of(out: Any, specs: Sequence[Spec | None]) -> Any:
     return out if all(a is b for a, b in zip(ordered, out, strict=True)) else rebuilt(out, ordered)
 
 
-def output_specs(rule: DispatchEntry, call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
+def output_specs(call: Call, solution: Solution) -> tuple[tuple[Spec | None, ...], bool]:
     """Specs of the outputs, their global shapes found by running the function on meta tensors."""
     result = call.meta_result(solution.meta)
     single = isinstance(result, torch.Tensor)

@@ -126,7 +126,7 @@ def _specs_of(rule: DispatchEntry, call: Call, layouts: Sequence[Any], out: Any,
     results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     if [isinstance(v, torch.Tensor) for v in results] != [isinstance(v, torch.Tensor) for v in values]:
         return _specs_from_pieces(rule, call, solution, values)
-    specs = output_specs(rule, call, solution)[0]
+    specs = output_specs(call, solution)[0]
     _check_pieces(call, specs, values)
     plan.specs = specs
     return specs

@@ -51,7 +51,7 @@ class Spec:
     dtype: torch.dtype
     varying: frozenset[int]
     tensor_meta: TensorMeta
-    # What brings a tensor from this spec to another (see redistribute.Move).
+    # What brings a tensor from this spec to another (see redistribute.Redistribution).
     moves: dict[Spec, Any]
     _meta: torch.Tensor | None
     _dense: tuple[int, ...] | None

@@ -22,7 +22,7 @@ from hyper_parallel.sharding.spec import contiguous_stride, gradient_spec, make_
 from hyper_parallel.tensor import dtensor
 from hyper_parallel.tensor.autograd_graph import joined, same_as
 from hyper_parallel.tensor.below_python import instead
-from hyper_parallel.tensor.raw_memory import inside_of, refuse_memory
+from hyper_parallel.tensor.raw_memory import inside_of
 
 if TYPE_CHECKING:
     from hyper_parallel.comm.steps import Pending
@@ -99,7 +99,7 @@ def renew_wrapper(tensor: DTensor, spec: Spec, device: torch.device, requires_gr
         type(tensor), spec.shape, spec.stride, dtype=spec.dtype, device=device, requires_grad=requires_grad
     )
     try:
-        refuse_memory(fresh)
+        torch_compat.refuse_memory(fresh)
         # Not torch.utils.swap_tensors: it swaps the attributes too, and refuses tensors with weak references.
         torch_compat.swap_tensor_impl(tensor, fresh)
     except RuntimeError as error:

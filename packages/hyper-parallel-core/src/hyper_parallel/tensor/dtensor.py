@@ -40,8 +40,8 @@ from hyper_parallel.tensor.from_local_checks import (
     global_shape,
 )
 from hyper_parallel.tensor.given_memory import note_given, note_leaf
-from hyper_parallel.tensor.raw_memory import refuse_memory
 from hyper_parallel.tensor.wrapper import Wrapper, new_wrapper
+from hyper_parallel.torch_compat import refuse_memory
 
 __all__ = ["DTensor", "wrap"]
 
@@ -53,17 +53,17 @@ class DTensor(Wrapper):
     ``hyper_parallel.zeros``. ``shape``, ``size``, ``stride``, ``numel``, ``len`` are those of the global tensor.
     """
 
-    # Forms that were computed once (see conversion.remembered); never copied or pickled.
+    # Forms that were computed once (see redistribute_cache.remembered); never copied or pickled.
     _memo: dict[Any, Any] | None = None
     # Of a pending reduction: the form that was reduced once, with what it depends on.
-    _reduced: conversion.RememberedForm | None = None
+    _reduced: redistribute_cache.RememberedForm | None = None
     # What this tensor was redistributed from, so that a later use as varying can fuse.
-    _origin: conversion.Origin | None = None
+    _origin: redistribute_cache.Origin | None = None
     # The DTensor of which this one is a view, and the views of this one.
     _base_dtensor: Any = None
     _views: list[weakref.ref[DTensor]] = []  # noqa: RUF012 - replaced by a list of its own before it grows
     # Name of the view function whose result this is although it is a redistributed copy; of which tensor; the results
-    # of the same call; and what writes it to the part of that tensor that it shows (see shared_memory).
+    # of the same call; and what writes it to the part of that tensor that it shows (see views).
     _copied_by: str | None = None
     _copy_of: DTensor | None = None
     _siblings: object = None
@@ -223,7 +223,7 @@ class DTensor(Wrapper):
         dtypes = Dtypes.given(spec.dtype, forward_dtype, backward_dtype, wire_dtype)
         if dtypes is not None and dtypes.result != spec.dtype:
             target = target.replace(dtype=dtypes.result)
-        return conversion.convert(self, target, How(dtypes, want_pending=async_op))
+        return redistribute_cache.convert(self, target, How(dtypes, want_pending=async_op))
 
     def reduce_partial(self) -> DTensor:
         """Every pending reduction carried out: Partial becomes Replicate. Computed once per tensor."""
@@ -231,7 +231,7 @@ class DTensor(Wrapper):
         if not layout.is_partial():
             return self
         pending = {a: Replicate() for a, p in enumerate(layout.placements) if isinstance(p, Partial)}
-        return conversion.remembered(self, layout.with_placements(pending))
+        return redistribute_cache.remembered(self, layout.with_placements(pending))
 
     # -- autograd: the graph is that of the local tensor ----------------------------------------------------------
 
@@ -289,7 +289,9 @@ class DTensor(Wrapper):
                 f"the gradient of a DTensor of shape {tuple(self.shape)} is a DTensor of that shape, got "
                 f"{type(value).__name__} of shape {tuple(value.shape)}"
             )
-        value = conversion.convert(value, target_spec(value._spec, *dual(self._spec.layout, self._spec.varying)))
+        value = redistribute_cache.convert(
+            value, target_spec(value._spec, *dual(self._spec.layout, self._spec.varying))
+        )
         self._local.grad = value._resolve()
         self._grad_wrapper = value
 
@@ -342,7 +344,9 @@ class DTensor(Wrapper):
                 return None
             if not isinstance(result, DTensor):
                 raise TypeError(f"a hook of a DTensor returns a DTensor or None, got {type(result).__name__}")
-            return conversion.convert(result, target_spec(result._spec, wanted.layout, wanted.varying))._resolve()
+            return redistribute_cache.convert(
+                result, target_spec(result._spec, wanted.layout, wanted.varying)
+            )._resolve()
 
         return autograd_bridge.with_history(self).register_hook(local_hook)
 
@@ -392,7 +396,7 @@ class DTensor(Wrapper):
                 f"as {given} of {given.ndim}. redistribute() the value to that mesh, or make a new parameter of it"
             )
         with torch.no_grad():
-            return conversion.convert(value.detach(), target_spec(value._spec, layout))
+            return redistribute_cache.convert(value.detach(), target_spec(value._spec, layout))
 
     def _shared(self, other: DTensor) -> DTensor:
         """``other``, which shares this tensor's memory; noted as a view where an in-place operator would part them."""
@@ -515,5 +519,4 @@ torch.serialization.add_safe_globals(
 )
 
 # They need the class.
-from hyper_parallel.tensor import dcp_protocol, in_place, torch_interop, views  # noqa: E402
-from hyper_parallel.tensor import redistribute_cache as conversion  # noqa: E402
+from hyper_parallel.tensor import dcp_protocol, in_place, redistribute_cache, torch_interop, views  # noqa: E402

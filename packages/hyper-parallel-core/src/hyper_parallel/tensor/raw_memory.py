@@ -15,13 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from hyper_parallel import torch_compat
 from hyper_parallel.errors import MissingOpError
 
-__all__ = ["apply_name", "how_to_serve", "inside_of", "install", "refusal", "refuse_memory"]
-
-# Of a new wrapper, for kernels bound by pybind.
-refuse_memory = torch_compat.refuse_memory
+__all__ = ["apply_name", "how_to_serve", "inside_of", "install", "refusal"]
 
 # The frames in which PyTorch calls forward and backward, with the variable that tells whose.
 _FORWARD: Any = torch.autograd.Function.apply

@@ -54,6 +54,13 @@ def note_copies(copies: Sequence[DTensor], base: Any, name: str, write: Callable
             source = source._copy_of
 
 
+def has_copies(tensor: DTensor) -> bool:
+    """Whether a write to it has to be carried, or is refused: on one device it shares memory with a tensor of which it
+    is a redistributed copy here, or that is one of it."""
+    root = root_of(tensor)
+    return root._copied_by is not None or any(copy() is not None for copy in root._copies)
+
+
 def _carried_to(root: DTensor) -> list[DTensor]:
     """The tensor itself, and those to which a write to it is carried, one after the other."""
     found = [root]

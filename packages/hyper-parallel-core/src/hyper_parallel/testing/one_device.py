@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.testing.inputs import Sample
+from hyper_parallel.torch_compat import OpOverload, OpOverloadPacket, pytree
 
 _EXACT = (torch.float64, torch.complex128)
 # Of torch itself, which tests them.

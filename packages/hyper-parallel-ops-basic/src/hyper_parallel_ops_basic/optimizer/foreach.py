@@ -14,6 +14,7 @@ from hyper_parallel.rules import (
     NOT_VARYING,
     FunctionOp,
     OpSummary,
+    has_copies,
     is_partial,
     is_shard,
     local_of,
@@ -31,8 +32,8 @@ class Foreach(FunctionOp):
 
     Each tensor of the first list keeps its layout, on whatever mesh; its partners take it. A pending gradient is
     reduced for that, a whole one sliced; anything else is an error, or a redistribution under ``auto``. The local
-    tensors then go through the operator in one call. With gradients, and for pending targets, the elements go through
-    the single-tensor operator one by one.
+    tensors then go through the operator in one call. With gradients, for pending targets, and for writes that have to
+    be carried to another tensor, the elements go through the single-tensor operator one by one.
     """
 
     summary = OpSummary(
@@ -41,13 +42,16 @@ class Foreach(FunctionOp):
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         anchors = next(a for a in args if isinstance(a, (list, tuple)))
-        if any(isinstance(t, DTensor) and t.layout.is_partial() for t in anchors) or _needs_grad(args):
+        writes = func.__name__.endswith("_")
+        if _needs_grad(args) or any(
+            isinstance(t, DTensor) and (t.layout.is_partial() or (writes and has_copies(t))) for t in anchors
+        ):
             return _one_by_one(func, args, kwargs)
         local_args = [_fitted(func, a, anchors) for a in args]
         if any(a is None for a in local_args):
             return _one_by_one(func, args, kwargs)
         out = func(*local_args, **{name: _whole(value) for name, value in kwargs.items()})
-        if func.__name__.endswith("_"):
+        if writes:
             return [*anchors]
         return type(out)(_like(o, t) for o, t in zip(out, anchors, strict=True))
 
@@ -81,11 +85,7 @@ class FusedStep(FunctionOp):
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         lists = self.local_lists(func, args)
         func(*lists, **{name: _whole(value) for name, value in kwargs.items()})
-        # The kernel counts no write. To the states it is counted here; parameters are leaves, of which nothing is kept
-        # that such a write makes wrong, and a graph that holds one stays as usable as on one device.
-        torch.autograd.graph.increment_version(
-            [t for given, local in zip(args[2:], lists[2:], strict=True) for t in _written(given, local)]
-        )
+        self.count_writes(args[2:], lists[2:])
 
     def local_lists(self, func: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """The local tensors of each list, laid out like the parameters, which are the first."""
@@ -103,6 +103,16 @@ class FusedStep(FunctionOp):
                 "round; make the optimizer after the parameters were distributed"
             )
         return local_args
+
+    def count_writes(self, states: Sequence[Any], local: Sequence[Any]) -> None:
+        """Count the write to each state, as the kernel counts none: what was computed of a state before it is old now.
+
+        Parameters are leaves, of which nothing is kept that such a write makes wrong, and a graph that holds one stays
+        as usable as on one device.
+        """
+        torch.autograd.graph.increment_version(
+            [t for given, tensors in zip(states, local, strict=True) for t in _written(given, tensors)]
+        )
 
 
 def _needs_grad(args: Sequence[Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel import DTensor
 from hyper_parallel.errors import RedistributionError
-from hyper_parallel.rules import FunctionOp, MeshInfo, OpSummary, is_shard, local_of, primitives
+from hyper_parallel.rules import FunctionOp, MeshInfo, OpSummary, before_write, is_shard, local_of, primitives
 
 
 class UnscaleGradients(FunctionOp):
@@ -36,6 +36,7 @@ class UnscaleGradients(FunctionOp):
                         layouts=[layout],
                     )
                 axes.setdefault(layout.info, set()).update(a for a, p in enumerate(layout.placements) if is_shard(p))
+                before_write(grad)  # the kernel counts no write
         found, scale = (local_of(t) if isinstance(t, DTensor) else t for t in (found, scale))
         func([local_of(g) if isinstance(g, DTensor) else g for g in grads], found, scale)
         for info, sharding in axes.items():

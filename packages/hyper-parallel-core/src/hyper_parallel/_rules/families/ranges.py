@@ -62,7 +62,7 @@ def keep_range(layout: Layout, shape: tuple[int, ...], dim: int, picked: range) 
         return Kept(placed, slice(0, held_here))
     held = {c: dim_intervals(layout, shape, dim, c) for c in _coordinates(layout, axes)}
     parts = {c: overlaps(h, picked) for c, h in held.items()}
-    for outermost in _results(placed[axes[0]], size, picked, dim):
+    for outermost in _results(placed[axes[0]], picked, dim):
         result = {a: Shard(dim) if i else outermost for i, a in enumerate(axes)}
         after = layout.with_order(tuple(result.get(a, p) for a, p in enumerate(layout.placements)), layout.shard_order)
         new_shape = (*shape[:dim], len(picked), *shape[dim + 1 :])
@@ -73,7 +73,7 @@ def keep_range(layout: Layout, shape: tuple[int, ...], dim: int, picked: range) 
     return None
 
 
-def _results(outermost: Placement, size: int, picked: range, dim: int) -> Iterator[Placement]:
+def _results(outermost: Placement, picked: range, dim: int) -> Iterator[Placement]:
     """Placements that the result may have on the outermost axis."""
     yield Shard(dim)
     if isinstance(outermost, PackedShard):
