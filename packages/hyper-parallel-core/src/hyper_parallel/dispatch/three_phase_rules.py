@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel._rules.call import Call, Solution, refuse
+from hyper_parallel._rules.op import DistributedOp
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm.redistribute import varying_axes
 from hyper_parallel.context import state
@@ -18,17 +19,29 @@ from hyper_parallel.dispatch.entry import DispatchEntry
 from hyper_parallel.dispatch.gradient_types import entering_varying, output_varying
 from hyper_parallel.dispatch.in_place import run_inplace
 from hyper_parallel.dispatch.plan import Plan, changes_of, in_order_of, output_specs, wrap_many, wrap_one
+from hyper_parallel.dispatch.plan_cache import PlanBudget, PlanCache
 from hyper_parallel.dispatch.redistribute_inputs import changed
 from hyper_parallel.sharding.layout import Layout, fit_rank
 from hyper_parallel.sharding.placements import Replicate, is_partial
 from hyper_parallel.sharding.spec import Spec, is_even, make_spec, stride_like
 from hyper_parallel.tensor.shapes_of_pieces import global_shapes
 
+_PLANS_OF_ONE = 4 * 2**20  # bytes
+
 
 class ThreePhaseEntry(DispatchEntry):
-    """A torch function and the operator that serves it by its three phases, called instead of planned for."""
+    """A torch function and the operator that serves it by its three phases, called instead of planned for.
+
+    Making a plan may communicate. So its plans have bytes of their own, which only calls of this function take: what
+    one rank alone does with other functions never makes it plan anew where the other ranks do not.
+    """
 
     __slots__ = ()
+
+    def __init__(self, func: Callable[..., Any], op: DistributedOp, name: str) -> None:
+        super().__init__(func, op, name)
+        self.plans = PlanCache(PlanBudget(_PLANS_OF_ONE))
+        self.cache = self.plans.young
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the operator."""

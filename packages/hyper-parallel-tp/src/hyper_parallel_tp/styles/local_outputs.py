@@ -48,8 +48,8 @@ def check_first_gradient(local: torch.Tensor, module: nn.Module, info: MeshInfo)
     """Let the first gradient of a plain output that is equal on all ranks be compared over them.
 
     Nothing tells a plain tensor that it is whole from one that is a shard. Where the two meet, each rank computes with
-    its own shard, and its gradient of the whole one is only a term. The comparison is one all-reduce of 48 bytes, in
-    the first backward of each module; no CommTrace counts it.
+    its own shard, and its gradient of the whole one is only a term. The comparison is one all-reduce of 48 bytes for
+    each such tensor of the module's forwards before its first backward; no CommTrace counts it.
 
     Raises:
         ValueError: from the backward, on every rank, when the gradients differ.
@@ -58,7 +58,7 @@ def check_first_gradient(local: torch.Tensor, module: nn.Module, info: MeshInfo)
         return
 
     def compare(grad: torch.Tensor) -> None:
-        if module not in _checked and _is_equal_on_ranks(grad, module, info):
+        if _is_equal_on_ranks(grad, module, info):
             _checked.add(module)
 
     local.register_hook(compare)

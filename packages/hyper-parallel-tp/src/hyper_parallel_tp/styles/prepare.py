@@ -160,7 +160,8 @@ class PrepareModuleInputOutput(ParallelStyle):
         use_local_input: give the module plain inputs.
         output_layouts, desired_output_layouts: of the outputs.
         use_local_output: return plain outputs.
-        local_output_grad_placements: of the gradients of plain outputs, as of :class:`ColwiseParallel`.
+        local_input_grad_placements, local_output_grad_placements: of the gradients of plain inputs and outputs, as
+            ``local_output_grad_placements`` of :class:`ColwiseParallel`.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         output_layouts: Layouts,
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
+        local_input_grad_placements: GradPlacements = None,
         local_output_grad_placements: GradPlacements = None,
     ) -> None:
         self.prepare_module_input = PrepareModuleInput(
@@ -182,6 +184,7 @@ class PrepareModuleInputOutput(ParallelStyle):
             input_kwarg_layouts=input_kwarg_layouts,
             desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_input,
+            local_output_grad_placements=local_input_grad_placements,
         )
         self.prepare_module_output = PrepareModuleOutput(
             output_layouts=output_layouts,
