@@ -204,6 +204,17 @@ def test_our_packages_import_only_what_core_declares():
     assert list(map(str, outside)) == []
 
 
+def test_a_class_name_means_one_thing():
+    """Private or not: a reader who meets ``Move`` need not ask which."""
+    defined: dict[str, list[str]] = {}
+    for source in (CORE, *PACKS):
+        for module, path in modules_in(source).items():
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    defined.setdefault(node.name.lstrip("_"), []).append(module)
+    assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}
+
+
 def test_private_names_of_torch_stand_in_one_file():
     """Operators do not count: op tables name them."""
     operators = ("_foreach_", "_grouped_mm", "_scaled_", "_fused_", "_nested_", "_weight_norm", "_standard_gamma")

@@ -38,7 +38,7 @@ def _interned(mode: Mode) -> Mode:
 class _State(threading.local):
     mode: Mode = _interned(Mode())
     # Stands for the outermost call of a parallelised module that runs; None outside of such calls.
-    call: _Call | None = None
+    call: _ModuleCall | None = None
 
 
 state = _State()
@@ -110,7 +110,7 @@ def module_call() -> Iterator[None]:
         close_call(caller)
 
 
-class _Call:
+class _ModuleCall:
     __slots__ = ("caller",)
 
     def __init__(self, caller: object) -> None:
@@ -120,7 +120,7 @@ class _Call:
 def open_call(caller: object, *_: Any) -> None:
     """Begin the call of a parallelised module, if none runs; also as a forward pre-hook."""
     if state.call is None:
-        state.call = _Call(caller)
+        state.call = _ModuleCall(caller)
 
 
 def close_call(caller: object, *_: Any) -> None:
