@@ -139,7 +139,7 @@ def with_new_key(x):
 
 
 def test_growing_cache_is_found(ranks):
-    with pytest.raises(ConformanceError, match="second time made 1 new cache entries"):
+    with pytest.raises(ConformanceError, match="second time made 1 new plans"):
         check_op(ranks, with_new_key, tensor(4), meshes=ONE)
 
 

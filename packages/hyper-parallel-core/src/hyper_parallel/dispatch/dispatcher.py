@@ -34,7 +34,7 @@ from hyper_parallel.tensor.wrapper import new_wrapper
 from hyper_parallel.torch_compat import refuse_memory
 from hyper_parallel.utils.function_names import name_of_served
 
-__all__ = ["cached_plans", "dispatch", "forget_rules", "known_rule"]
+__all__ = ["dispatch", "forget_rules", "known_rule", "plans_made"]
 
 _grad_enabled = torch.is_grad_enabled
 _SETITEM = torch.Tensor.__setitem__
@@ -151,9 +151,9 @@ def known_rule(func: Callable[..., Any]) -> DispatchEntry | None:
     return rule if isinstance(rule, DispatchEntry) else None
 
 
-def cached_plans() -> int:
-    """Number of plans in all caches."""
-    return sum(len(rule.cache) for rule in _rules.values() if isinstance(rule, DispatchEntry))
+def plans_made() -> int:
+    """Number of plans made since the rules were last forgotten: a warm call makes none."""
+    return sum(rule.plans.made for rule in _rules.values() if isinstance(rule, DispatchEntry))
 
 
 def forget_rules() -> None:

@@ -21,12 +21,17 @@ _PART_OF_KEY = 48
 
 
 class PlanCache:
-    """The plans of one function."""
+    """The plans of one function.
 
-    __slots__ = ("__weakref__", "budget", "old", "young")
+    Attributes:
+        made: plans ever made; one that is recalled is not made again.
+    """
+
+    __slots__ = ("__weakref__", "budget", "made", "old", "young")
 
     def __init__(self, budget: PlanBudget | None = None) -> None:
         self.budget = budget or default_budget
+        self.made = 0
         self.young: dict[Any, Any] = {}  # the same dictionary for ever, for whoever looks up in it directly
         self.old: dict[Any, Any] = {}
 
@@ -34,11 +39,15 @@ class PlanCache:
         """An old plan, which becomes young again; None where there is none."""
         plan = self.old.pop(key, None)
         if plan is not None:
-            self.remember(key, plan)
+            self._keep(key, plan)
         return plan
 
     def remember(self, key: Any, plan: Any) -> None:
-        """Keep a plan for calls with this key."""
+        """Keep a new plan for calls with this key."""
+        self.made += 1
+        self._keep(key, plan)
+
+    def _keep(self, key: Any, plan: Any) -> None:
         self.budget.spend(self, size_of(key))
         self.young[key] = plan
 

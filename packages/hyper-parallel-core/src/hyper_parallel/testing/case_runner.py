@@ -12,7 +12,7 @@ import torch
 
 from hyper_parallel.comm.trace import CommTrace
 from hyper_parallel.context import redistribute_policy
-from hyper_parallel.dispatch.dispatcher import cached_plans
+from hyper_parallel.dispatch.dispatcher import plans_made
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.mesh import DeviceMesh
 from hyper_parallel.sharding.placements import short
@@ -329,10 +329,10 @@ class CaseRunner:
         if any(leaf.layout.is_partial() for leaf in leaves):
             # A sum that the first call carried out enters this one in reduced form, so other terms may come out.
             before = pytree.tree_leaves(self.call(self.op.func, leaves))
-        plans = cached_plans()
+        plans = plans_made()
         again = pytree.tree_leaves(self.call(self.op.func, leaves))
-        if (more := cached_plans() - plans) != 0:
-            self.note(f"the same call a second time made {more} new cache entries")
+        if (more := plans_made() - plans) != 0:
+            self.note(f"the same call a second time made {more} new plans")
         for index, (a, b) in enumerate(zip(before, again, strict=True)):
             if isinstance(a, DTensor):
                 label = f"output {index} of a second identical call"
