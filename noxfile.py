@@ -127,12 +127,12 @@ def isolated(session: nox.Session, package: str) -> None:
     temporary = Path(session.create_tmp())
     wheels = build_wheels(session, (*NEEDS[package], package))
     session.install("-c", "constraints.txt", *wheels, *TEST_TOOLS)
-    copy = temporary / "tests"
+    copy = temporary / "tests"  # a folder below the root: `random/test_random.py` must not become the module `random`
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder(package) / "tests", copy)
     with session.chdir(temporary):
         session.run(
-            "python", "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(copy), "--import-mode=importlib",
+            "python", "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(temporary), "--import-mode=importlib",
             "--timeout=600", "--max-layouts=1", "-k", "not 2x2 and not test_conformance", *session.posargs, str(copy),
         )  # fmt: skip
 
