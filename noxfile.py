@@ -111,8 +111,18 @@ def train(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run all tests on the source tree; arguments after -- go to pytest."""
-    run(session, "python", "-m", "pytest", *(session.posargs or ("-q",)))
+    """Run all tests on the source tree; arguments after -- go to pytest.
+
+    All strategies of an operator are tried, and some of the layouts that are brought to one; `sweep` tries them all.
+    """
+    run(session, "python", "-m", "pytest", *(session.posargs or ("-q", "--max-layouts=6")))
+
+
+@nox.session(venv_backend="none")
+def sweep(session: nox.Session) -> None:
+    """Run the operators' tests on all layouts that they name; arguments after -- go to pytest."""
+    packs = [str(folder(package) / "tests") for package in PACKAGES if package.startswith("ops-")]
+    run(session, "python", "-m", "pytest", *(session.posargs or ("-q", *packs)))
 
 
 @nox.session
