@@ -11,9 +11,13 @@ them, and a table's entry for a function that is gone does nothing.
 
 from __future__ import annotations
 
+import hashlib
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +63,7 @@ __all__ = [
     "loss_reduction",
     "make_wrapper_subclass",
     "new_dtensor",
+    "new_local_group",
     "object_device",
     "private_functions",
     "pytree",
@@ -143,6 +148,40 @@ object_device = _c10d._get_object_coll_device
 def group_count() -> int:
     """Number of process groups that this process has."""
     return len(_c10d._world.pg_map)
+
+
+_local_groups: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+"""Per world, how many groups :func:`new_local_group` has made of the same ranks."""
+
+
+def new_local_group(ranks: list[int], timeout: timedelta | None) -> Any:
+    """``torch.distributed.new_group`` with local synchronisation, also on ranks that are in unequally many groups.
+
+    The members find each other by the group's name, into which torch puts how many groups this process has
+    (``_hash_ranks_to_str``): members of which one is in another group besides would wait for each other until the
+    time limit. Here the name says how many groups were made of just these ranks, which all of them know.
+    """
+    made = _local_groups.setdefault(dist.group.WORLD, {})
+    name = "_".join(map(str, sorted(ranks)))
+    made[name] = made.get(name, 0) + 1
+    if _c10d._hash_ranks_to_str is not _group_name:
+        _c10d._hash_ranks_to_str = _group_name
+    _group_to_make.name = f"hyper_parallel {name} {made[name]}"
+    try:
+        return dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
+    finally:
+        _group_to_make.name = None
+
+
+_group_to_make = threading.local()  # its attribute "name", while this thread makes a local group
+_torchs_group_name = _c10d._hash_ranks_to_str
+
+
+def _group_name(ranks: list[int]) -> str:
+    name: str | None = getattr(_group_to_make, "name", None)
+    if name is None:
+        return _torchs_group_name(ranks)
+    return hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
 
 
 def graph_break(reason: str) -> None:
@@ -294,6 +333,7 @@ CHANGES = (
 
 OTHER_CHANGES = (
     Change("torch.distributed.nn.functional.*.__defaults__", "a group would live on after destroy_process_group()"),
+    Change("torch.distributed.distributed_c10d._hash_ranks_to_str", "ranks that are in unequally many groups would wait"),
     Change("torch.autograd.Function.apply of classes that an op table names", "no rule would see their calls"),
     Change("torch.autograd.Function.apply of classes of kernel libraries", "kernels would be given a DTensor"),
     Change("transformers.PreTrainedModel.resize_token_embeddings", "it would make embeddings of one device"),

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel import _wiring
 from hyper_parallel.sharding.group_lifetime import end_with_world, gone
 from hyper_parallel.sharding.time_limit import give_users_limit, users_limit
-from hyper_parallel.torch_compat import current_mesh
+from hyper_parallel.torch_compat import current_mesh, new_local_group
 from hyper_parallel.torch_compat import root_of_mesh as root_mesh
 
 __all__ = ["AxisGroup", "DeviceMesh", "MeshInfo", "init_device_mesh", "mesh_info", "root_mesh"]
@@ -134,7 +134,7 @@ class MeshInfo:
         elif sorted(members) == list(range(dist.get_world_size())):
             group = dist.group.WORLD
         else:
-            group = dist.new_group(sorted(members), timeout=users_limit(), use_local_synchronization=True)
+            group = new_local_group(sorted(members), users_limit())
         ranks = dist.get_process_group_ranks(group)
         if sorted(ranks) != sorted(members):  # of another start of torch.distributed, found by the same name
             raise gone()
@@ -150,7 +150,7 @@ class MeshInfo:
             whole = self.group(axes)
             first = whole.rank // size * size
             members = {int(self.mesh.mesh[c]): c for c in whole.coordinates[first : first + size]}
-            group: Any = dist.new_group(sorted(members), timeout=users_limit(), use_local_synchronization=True)
+            group: Any = new_local_group(sorted(members), users_limit())
             ranks = dist.get_process_group_ranks(group)
             found = AxisGroup(axes, self.names, group, [members[r] for r in ranks], ranks.index(dist.get_rank()))
             self._parts[axes, size] = found
