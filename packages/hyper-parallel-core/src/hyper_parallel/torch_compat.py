@@ -333,7 +333,7 @@ CHANGES = (
 
 OTHER_CHANGES = (
     Change("torch.distributed.nn.functional.*.__defaults__", "a group would live on after destroy_process_group()"),
-    Change("torch.distributed.distributed_c10d._hash_ranks_to_str", "ranks that are in unequally many groups would wait"),
+    Change("torch.distributed.distributed_c10d._hash_ranks_to_str", "ranks in unequally many groups would wait"),
     Change("torch.autograd.Function.apply of classes that an op table names", "no rule would see their calls"),
     Change("torch.autograd.Function.apply of classes of kernel libraries", "kernels would be given a DTensor"),
     Change("transformers.PreTrainedModel.resize_token_embeddings", "it would make embeddings of one device"),
