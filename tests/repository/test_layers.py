@@ -59,9 +59,7 @@ INSIDE_FUNCTIONS = {
     "torch_compat": "optional: torch.testing, which has the fake backend and groups of threads",
     "utils.function_names": "start-up: names are compared without torch",
 }
-PACKS_INSIDE_FUNCTIONS = {
-    "hyper_parallel_tp._plugin": "start-up: plugin modules import no torch",
-}
+PACKS_INSIDE_FUNCTIONS: dict[str, str] = {}
 
 
 @dataclass(frozen=True)

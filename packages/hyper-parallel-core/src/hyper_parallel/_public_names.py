@@ -77,7 +77,10 @@ _FIRST_PARTY = {
         "is_loss_parallel_active",
         "linear_reduce_scatter",
         "loss_parallel",
+        "parallel_report",
+        "parallelize",
         "parallelize_module",
+        "shard_batch",
     ),
 }
 

@@ -93,7 +93,7 @@ from hyper_parallel import torch_compat
 
 # Modules
 from hyper_parallel.api.module_boundary import Boundary, map_dtensors, taken_as
-from hyper_parallel.api.same_inputs import check_first_inputs
+from hyper_parallel.api.same_inputs import check_first_inputs, check_same_tensors
 from hyper_parallel.api.replace_forward import forward_function, replicate_plain_inside, set_forward
 from hyper_parallel.api.shard_module import matcher, matching
 from hyper_parallel.utils.structures import change_values, map_structure, map_tensors, tensors_of
@@ -157,6 +157,7 @@ __all__ = [
     "casts_by_term",
     "change_values",
     "check_first_inputs",
+    "check_same_tensors",
     "check_generators",
     "check_in_range",
     "chunk_bounds",

@@ -46,6 +46,7 @@ ANSWERS = {
     ),
     "hyper_parallel_public_names": lambda answer: answer["AcmePlan"] == "acme_ops.plans:Plan",
     "hyper_parallel_sharding_plan": lambda answer: answer is None,
+    "hyper_parallel_model_plans": lambda answer: answer["acme.modeling.AcmeForCausalLM"] == "acme_ops.plans:acme_plan",
     "hyper_parallel_cli_commands": lambda answer: [command.name for command in answer] == ["acme-check"],
     "hyper_parallel_platforms": lambda answer: [platform.device_type for platform in answer] == ["acme"],
 }

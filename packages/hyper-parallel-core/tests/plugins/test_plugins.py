@@ -217,6 +217,17 @@ def test_plugin_that_exits_when_it_is_asked_is_an_error_that_names_it(make_plugi
         manager.first_result("hyper_parallel_sharding_plan", model=None, mesh=None)
 
 
+def test_two_plans_for_one_model_are_an_error_when_it_is_asked_for(make_plugin):
+    manager = PluginManager([], {})
+    for name in ("a", "b"):
+        plans = {"acme.Model": "acme:plan", f"acme.{name}": "acme:own"}
+        manager.register(make_plugin(f"@hookimpl\ndef hyper_parallel_model_plans(): return {plans}"), name)
+    assert manager.model_plan("acme.b") == "acme:own"
+    assert manager.model_plan("acme.c") is None
+    with pytest.raises(PluginError, match=r"\['a', 'b'\] each give a plan for acme.Model"):
+        manager.model_plan("acme.Model")
+
+
 def test_the_users_interrupt_is_no_fault_of_a_plugin(make_plugin):
     manager = PluginManager([], {})
     with pytest.raises(KeyboardInterrupt), manager.isolated(manager.register(make_plugin(""), "good")):

@@ -1,7 +1,6 @@
 """What core asks of this plugin: where its public names are, and the plans of models that it knows."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from hyper_parallel.plugins import hookimpl
 
@@ -18,12 +17,21 @@ _NAMES = {
     ),
     "hyper_parallel_tp.loss.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
     "hyper_parallel_tp.overlap.overlapped_linear": ("all_gather_linear", "linear_reduce_scatter"),
+    "hyper_parallel_tp.models.parallelize": ("parallelize",),
+    "hyper_parallel_tp.models.parallel_report": ("parallel_report",),
+    "hyper_parallel_tp.models.shard_batch": ("shard_batch",),
     "hyper_parallel_tp.parallel_dims": ("ParallelDims",),
     "hyper_parallel_tp.parallelize": ("parallelize_module",),
     "hyper_parallel_tp.styles.prepare": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
     "hyper_parallel_tp.styles.colwise_rowwise": ("ColwiseParallel", "RowwiseParallel"),
     "hyper_parallel_tp.styles.sequence_parallel": ("NoParallel", "SequenceParallel"),
     "hyper_parallel_tp.styles.style": ("ParallelStyle",),
+}
+
+_PLANS = {
+    "llama.modeling_llama.LlamaForCausalLM": "decoders:llama3_plan",
+    "qwen3.modeling_qwen3.Qwen3ForCausalLM": "decoders:qwen3_plan",
+    "qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": "decoders:qwen3_vl_plan",
 }
 
 
@@ -33,7 +41,5 @@ def hyper_parallel_public_names() -> Mapping[str, str]:
 
 
 @hookimpl
-def hyper_parallel_sharding_plan(model: Any) -> Any:
-    from hyper_parallel_tp.plans.decoders import plan_of
-
-    return plan_of(model)
+def hyper_parallel_model_plans() -> Mapping[str, str]:
+    return {f"transformers.models.{model}": f"hyper_parallel_tp.plans.{plan}" for model, plan in _PLANS.items()}

@@ -90,6 +90,24 @@ def parallelize_module(
     return module
 
 
+def apply_plan(
+    model: nn.Module, base: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
+) -> list[nn.Module]:
+    """Apply the styles of one axis to a model with the names of ``base``, which adapters may be around.
+
+    Returns:
+        The modules that got a style.
+    """
+    chosen = list(_styled(base, plan))
+    _apply_styles(model, chosen, mesh, src_data_rank=None if _is_on_meta(model) else 0)
+    check_first_inputs(model, mesh)
+    return [module for module, _ in chosen]
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def _apply_styles(
     module: nn.Module, chosen: list[tuple[nn.Module, ParallelStyle]], mesh: DeviceMesh, src_data_rank: int | None
 ) -> None:

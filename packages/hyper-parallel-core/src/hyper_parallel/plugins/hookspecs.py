@@ -125,6 +125,35 @@ def hyper_parallel_sharding_plan(model: torch.nn.Module, mesh: DeviceMesh) -> Sh
 
 
 @hookspec
+def hyper_parallel_model_plans() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """Give recipes for whole models, which ``parallelize``, ``load_pretrained`` and ``parallelize_module`` use.
+
+    Two plugins with a recipe for one model are an error when it is asked for. For models that no plugin has one for,
+    ``hyper_parallel_sharding_plan`` is asked.
+
+    Returns:
+        Full name of a model's class to ``"module:function"``, which is imported when such a model is parallelised. The
+        function takes the model's configuration and its :class:`ParallelDims`, and two keywords that say whether the
+        sequence and the logits shall be sharded; it returns a mapping from names of modules, with ``*`` for one part of
+        a name, to styles. Styles are applied over the mesh axis that they name (``tp``, or ``ep`` for experts).
+
+    Example::
+
+        from hyper_parallel.plugins import hookimpl
+
+        HYPER_PARALLEL_API = 1
+
+        @hookimpl
+        def hyper_parallel_model_plans():
+            return {"acme.modeling.AcmeForCausalLM": "acme_ops.plans:acme_plan"}
+
+        # acme_ops/plans.py
+        def acme_plan(config, dims, *, sequence_parallel, loss_parallel):
+            return {"layers.*.up": ColwiseParallel(use_local_output=False), "layers.*.down": RowwiseParallel()}
+    """
+
+
+@hookspec
 def hyper_parallel_cli_commands() -> Sequence[Command]:  # type: ignore[empty-body]
     """Give subcommands of the ``hyper-parallel`` program.
 

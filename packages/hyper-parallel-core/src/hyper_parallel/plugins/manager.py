@@ -119,6 +119,18 @@ class PluginManager:
                 self._public_names = {name: PublicName(name, targets[name]) for name in sorted(targets)}
             return self._public_names
 
+    def model_plan(self, class_name: str) -> str | None:
+        """Where the recipe for models of a class is, as ``"module:function"``; None when no plugin has one.
+
+        Raises:
+            PluginError: two plugins have one.
+        """
+        plans = self.collect("hyper_parallel_model_plans")
+        given = {record.name: answer[class_name] for record, answer in plans if class_name in answer}
+        if len(given) > 1:
+            raise PluginError(f"plugins {sorted(given)} each give a plan for {class_name}; disable one of them")
+        return next(iter(given.values()), None)
+
     def platform(self, device_type: str) -> Platform:
         """The platform of a device type: a plugin's if one gives it, else core's.
 

@@ -7,9 +7,10 @@ stay split by vocabulary, and no rank ever holds them whole).
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
 from hyper_parallel import Placement, Replicate, Shard
+from hyper_parallel_tp.parallel_dims import ParallelDims
 from hyper_parallel_tp.styles.attention import AttentionParallel
 from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel
 from hyper_parallel_tp.styles.prepare import PrepareModuleInput
@@ -19,10 +20,17 @@ from hyper_parallel_tp.styles.style import ParallelStyle
 __all__ = ["llama3_plan", "qwen3_plan", "qwen3_vl_plan"]
 
 
-def llama3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
+def llama3_plan(
+    config: Any = None,
+    dims: ParallelDims | None = None,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> dict[str, ParallelStyle]:
     """The plan of ``transformers.LlamaForCausalLM``.
 
     Args:
+        config, dims: what every plan is given; this one is the same for all.
         sequence_parallel: split the sequence outside of attention and MLP; any length, also one that the ranks do not
             divide.
         loss_parallel: leave the logits split by vocabulary (``Shard(-1)``); the model's own loss, and any
@@ -56,7 +64,13 @@ def llama3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False)
     }
 
 
-def qwen3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
+def qwen3_plan(
+    config: Any = None,
+    dims: ParallelDims | None = None,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> dict[str, ParallelStyle]:
     """The plan of ``transformers.Qwen3ForCausalLM``; arguments as in :func:`llama3_plan`.
 
     The names are Llama's; the norms of single heads (``q_norm``, ``k_norm``) are the attention style's affair.
@@ -64,7 +78,13 @@ def qwen3_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) 
     return llama3_plan(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
 
 
-def qwen3_vl_plan(*, sequence_parallel: bool = False, loss_parallel: bool = False) -> dict[str, ParallelStyle]:
+def qwen3_vl_plan(
+    config: Any = None,
+    dims: ParallelDims | None = None,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> dict[str, ParallelStyle]:
     """The plan of ``transformers.Qwen3VLForConditionalGeneration``: that of :func:`qwen3_plan` for its language model.
 
     What looks at the pictures is held whole by every rank.
@@ -74,17 +94,3 @@ def qwen3_vl_plan(*, sequence_parallel: bool = False, loss_parallel: bool = Fals
     outside = {name: style for name, style in plan.items() if name not in inside}
     seeing = {"model.visual": NoParallel(use_local_output=False)}
     return {**{f"model.language_{name}": style for name, style in inside.items()}, **seeing, **outside}
-
-
-_OF_CLASS = {
-    "transformers.models.llama.modeling_llama.LlamaForCausalLM": llama3_plan,
-    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": qwen3_plan,
-    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": qwen3_vl_plan,
-}
-
-
-def plan_of(model: nn.Module) -> dict[str, ParallelStyle] | None:
-    """The plan of exactly these models, in its plain form."""
-    kind = type(model)
-    plan = _OF_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
-    return None if plan is None else plan()

@@ -1,0 +1,1 @@
+"""Whole models in one call: parallelise, load, cut a batch, report."""

@@ -1,0 +1,134 @@
+"""What :func:`parallelize` did to a model, kept for its report, and the checks of what stays whole."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from hyper_parallel import DTensor
+from hyper_parallel.rules import is_replicate, local_shape
+from hyper_parallel_tp.models.chosen_plan import ChosenPlan
+from hyper_parallel_tp.parallel_dims import ParallelDims
+
+__all__ = ["Held", "Parallelized", "check_what_is_whole", "held_by", "note_parallelized", "record_of", "whole_over"]
+
+MOST_WHOLE = 0.1
+"""The share of its parameters that an axis may leave whole without a warning."""
+
+_records: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """What was asked for and chosen.
+
+    Attributes:
+        dims, checkpointing: as given.
+        plan: what was chosen.
+        blocks: the blocks of the model, by name.
+    """
+
+    dims: ParallelDims
+    plan: ChosenPlan
+    blocks: Mapping[str, nn.Module]
+    checkpointing: str
+
+
+def note_parallelized(model: nn.Module, base: nn.Module, record: Parallelized) -> None:
+    """Remember it for the model, and for the one inside of its adapters."""
+    _records[model] = _records[base] = record
+
+
+def record_of(model: nn.Module) -> Parallelized:
+    """What :func:`parallelize` did to a model.
+
+    Raises:
+        ValueError: nothing.
+    """
+    found = _records.get(model)
+    if found is None:
+        raise ValueError(f"this {type(model).__name__} was not given to parallelize or load_pretrained")
+    return found
+
+
+class Held(NamedTuple):
+    """One parameter, as its ranks hold it.
+
+    Attributes:
+        name: in the model.
+        nbytes: of the whole parameter.
+        local: bytes of this rank's shard.
+        axes: mesh axes that shard it.
+        expert: whether it is one of experts that are spread over ep.
+    """
+
+    name: str
+    nbytes: int
+    local: int
+    axes: frozenset[str]
+    expert: bool
+
+
+def held_by(model: nn.Module) -> list[Held]:
+    """Every parameter of a model, tied ones once."""
+    found = []
+    for name, parameter in model.named_parameters():
+        nbytes, local, axes = parameter.nbytes, parameter.nbytes, frozenset[str]()
+        if isinstance(parameter, DTensor):
+            names = parameter.layout.info.names
+            axes = frozenset(n for n, p in zip(names, parameter.placements, strict=True) if not is_replicate(p))
+            layout = parameter.layout
+            local = math.prod(local_shape(layout, tuple(parameter.shape), layout.info.my_coordinate()))
+            local *= parameter.element_size()
+        found.append(Held(name, nbytes, local, axes, "ep" in axes))
+    return found
+
+
+def whole_over(held: Iterable[Held], axes: frozenset[str]) -> list[Held]:
+    """Those that none of some axes shards."""
+    return [each for each in held if not each.axes & axes]
+
+
+def check_what_is_whole(model: nn.Module, record: Parallelized) -> None:
+    """Judge what each axis shards.
+
+    Raises:
+        ValueError: an axis of several ranks that is there to shard parameters shards none.
+    """
+    held = held_by(model)
+    dims = record.dims
+    for axis, degree, names in (
+        ("tp", dims.tp, frozenset({"tp"})),
+        ("dp_shard", dims.dp_shard, frozenset({"fsdp", "efsdp"})),
+        ("ep", dims.ep, frozenset({"ep"})),
+    ):
+        meant = [each for each in held if not (axis == "tp" and each.expert)]
+        if axis == "ep":
+            meant = [each for each in held if each.expert]
+        if degree == 1 or not held:
+            continue
+        whole = whole_over(meant, names)
+        total, left = sum(each.nbytes for each in meant), sum(each.nbytes for each in whole)
+        if left == total:
+            what = "has no experts that are known" if axis == "ep" else f"has no parameter that {axis} shards"
+            raise ValueError(f"parallelize: {axis}={degree}, and {type(model).__name__} {what}; {_remedy(axis)}")
+        if left > MOST_WHOLE * total:
+            largest = sorted(whole, key=lambda each: -each.nbytes)[:3]
+            named = ", ".join(each.name for each in largest)
+            warnings.warn(
+                f"parallelize: {left / total:.0%} of the parameters' bytes are whole on every rank of {axis}={degree}: "
+                f"{named} …; parallel_report(model) lists them",
+                stacklevel=3,
+            )
+
+
+def _remedy(axis: str) -> str:
+    if axis == "dp_shard":
+        return "use dp_replicate for copies of the model"
+    return f"use {axis}=1, or pass a plan with styles for it"
