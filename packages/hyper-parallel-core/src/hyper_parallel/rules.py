@@ -84,6 +84,7 @@ from hyper_parallel.tensor.dtensor import wrap
 from hyper_parallel.tensor.given_memory import local_of
 from hyper_parallel.tensor.in_place import before_write
 from hyper_parallel.tensor.random import check_generators, draw, embedded, local_part
+from hyper_parallel.tensor.joint_gradients import join_gradients
 from hyper_parallel.tensor.redistribute_cache import remembered
 from hyper_parallel.tensor.replaced_parameters import note_replaced, replaces_parameters
 from hyper_parallel.tensor.views import carry, has_copies, root_of
@@ -185,6 +186,7 @@ __all__ = [
     "is_replicate",
     "is_shard",
     "is_tracing",
+    "join_gradients",
     "keep_range",
     "keeps_sums",
     "kept",

@@ -26,7 +26,7 @@ from hyper_parallel.tensor.autograd_bridge import InFlight
 from hyper_parallel.tensor.dtensor import DTensor, wrap
 from hyper_parallel.tensor.given_memory import Gifts, is_given, is_leaf_memory, memory_of
 
-__all__ = ["convert", "reduced_form", "remembered"]
+__all__ = ["convert", "form_of", "reduced_form", "remember", "remembered"]
 
 
 def convert(tensor: DTensor, spec: Spec, how: How | None = None) -> DTensor:
@@ -170,6 +170,23 @@ def remembered(
     if old.layout.is_partial() and not layout.is_partial() and layout.shard_order == old.layout.shard_order:
         tensor._reduced = form
     return result
+
+
+def form_of(tensor: DTensor, spec: Spec) -> DTensor | None:
+    """The form of a tensor in another spec, where one is remembered and current."""
+    form = None if tensor._memo is None else tensor._memo.get(_key(tensor, spec))
+    return form.result if form is not None and form.is_current(tensor) else None
+
+
+def remember(tensor: DTensor, result: DTensor) -> None:
+    """Keep a form of a tensor that differs in its gradient type only, as :func:`remembered` would."""
+    if tensor._memo is None:
+        tensor._memo = {}
+    tensor._memo[_key(tensor, result._spec)] = RememberedForm(tensor, result, is_leaf_memory(tensor))
+
+
+def _key(tensor: DTensor, spec: Spec) -> tuple[int, frozenset[int], bool, bool]:
+    return id(spec.layout), spec.varying, torch.is_grad_enabled(), tensor._resolve().requires_grad
 
 
 def reduced_form(tensor: DTensor) -> DTensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hyper_parallel import CommTrace
 from hyper_parallel_tp.models.blocks import inside_adapters
-from hyper_parallel_tp.models.record import Held, Parallelized, held_by, record_of, whole_over
+from hyper_parallel_tp.models.record import AXES_THAT_SHARD, Held, Parallelized, held_by, record_of, whole_over
 
 __all__ = ["ParallelReport", "Sent", "parallel_report"]
 
@@ -87,14 +87,15 @@ def _lines(report: ParallelReport) -> Iterator[str]:
     yield f"{', '.join(chosen)}, checkpointing={record.checkpointing!r}, {len(record.blocks)} blocks"
     total = sum(each.nbytes for each in held)
     yield f"parameters: {_size(total)}, {_size(report.memory['parameters'])} of them on this rank"
-    for title, names in (("tp", {"tp", "ep"}), ("data", {"fsdp", "efsdp"}), ("ep", {"ep"})):
-        if not any(sizes.get(name, 1) > 1 for name in names):
-            continue
-        whole = whole_over(held, frozenset(names))
-        left = sum(each.nbytes for each in whole)
-        yield f"  over {title}: {_size(total - left)} sharded, {_size(left)} whole"
-        if title == "tp":
-            yield from _whole_lines(whole, report.reasons)
+    for axis, names in AXES_THAT_SHARD.items():
+        if getattr(record.dims, axis) > 1:
+            whole = whole_over(held, names)
+            left = sum(each.nbytes for each in whole)
+            yield f"  over {axis}: {_size(total - left)} sharded, {_size(left)} whole"
+            yield from _whole_lines(whole, report.reasons if axis == "tp" else {})
+    if record.dims.ep > 1:
+        experts = sum(each.nbytes for each in held if "ep" in each.axes)
+        yield f"  over ep: {_size(experts)} of experts sharded"
     gradients, moments = _size(report.memory["gradients"]), _size(report.memory["AdamW"])
     yield f"memory on this rank, without activations: gradients {gradients}, AdamW {moments}"
     for name, sent in report.sent.items():

@@ -9,11 +9,13 @@ from torch import nn
 
 from hyper_parallel.rules import replaces_parameters
 from hyper_parallel_tp.models.activation_checkpointing import checkpoint_blocks
+from hyper_parallel_tp.models.block_gradients import join_gradients_of_blocks
 from hyper_parallel_tp.models.blocks import blocks_of, inside_adapters
 from hyper_parallel_tp.models.chosen_plan import ChosenPlan, choose_plan
 from hyper_parallel_tp.models.data_parallel import shard_over_data
 from hyper_parallel_tp.models.record import Parallelized, check_what_is_whole, note_parallelized
 from hyper_parallel_tp.models.root_call import adapt_root_call
+from hyper_parallel_tp.models.shared_values import share_values
 from hyper_parallel_tp.parallel_dims import ParallelDims
 from hyper_parallel_tp.parallelize import apply_plan
 from hyper_parallel_tp.styles.style import ParallelStyle
@@ -42,7 +44,7 @@ def parallelize(
         optimizer = torch.optim.AdamW(model.parameters())
         loss = model(**shard_batch(batch, dims)).loss
 
-    The model may be on the meta device, or on this rank's; every rank passes the same. Afterwards each data rank calls
+    The model may be on the meta device, or on this rank's; the values of rank 0 count. Afterwards each data rank calls
     it with its own part of the batch (plain tensors, or DTensors over the data axes); ranks that differ in tp only pass
     the same part. In training a model of ``transformers`` keeps no cache unless it is asked to, and its loss is the
     mean over the tokens of all data ranks, however they are spread. ``generate()`` works as before: all ranks call it.
@@ -74,14 +76,17 @@ def parallelize(
     _refuse_unfinished(dims, compile)
     base = inside_adapters(model)
     chosen = choose_plan(base, dims, plan, sequence_parallel, loss_parallel)
-    blocks = blocks_of(base)
+    blocks, name = blocks_of(base), type(base).__name__
+    share_values(model)
     with replaces_parameters([model], "parallelize"):
         experts = _apply_styles(model, base, dims, chosen)
+        if dims.tp > 1:
+            join_gradients_of_blocks(blocks.values())
         checkpoint_blocks(base, blocks, checkpointing)
         adapt_root_call(base, dims, gathers_to_generate=chosen.loss_parallel)
         shard_over_data(model, base, blocks, experts, dims, mp_policy, offload_policy)
     record = Parallelized(dims, chosen, blocks, checkpointing)
-    check_what_is_whole(base, record)
+    check_what_is_whole(base, name, record)
     note_parallelized(model, base, record)
     return model
 
@@ -102,6 +107,11 @@ def _apply_styles(model: nn.Module, base: nn.Module, dims: ParallelDims, chosen:
     experts: list[nn.Module] = []
     for axis in ("ep", "tp"):  # experts first: what takes all that is left comes after
         styles = {name: style for name, style in chosen.styles.items() if style.mesh_axis == axis}
+        if axis == "ep" and dims.ep > 1 and not styles:
+            raise ValueError(
+                f"parallelize: ep={dims.ep}, and {chosen.source} knows no experts in {type(base).__name__}; use "
+                "ep=1, or pass a plan with ExpertParallel() for the modules of experts"
+            )
         if getattr(dims, axis) > 1 and styles:
             done = apply_plan(model, base, dims.get_mesh(axis), styles)
             experts += done if axis == "ep" else []

@@ -16,10 +16,22 @@ from hyper_parallel.rules import is_replicate, local_shape
 from hyper_parallel_tp.models.chosen_plan import ChosenPlan
 from hyper_parallel_tp.parallel_dims import ParallelDims
 
-__all__ = ["Held", "Parallelized", "check_what_is_whole", "held_by", "note_parallelized", "record_of", "whole_over"]
+__all__ = [
+    "AXES_THAT_SHARD",
+    "Held",
+    "Parallelized",
+    "check_what_is_whole",
+    "held_by",
+    "note_parallelized",
+    "record_of",
+    "whole_over",
+]
 
 MOST_WHOLE = 0.1
 """The share of its parameters that an axis may leave whole without a warning."""
+
+AXES_THAT_SHARD = {"tp": frozenset({"tp", "ep"}), "dp_shard": frozenset({"fsdp", "efsdp", "ep"})}
+"""Degrees that are there to shard parameters, and the mesh axes that do so; experts go over ranks of both."""
 
 _records: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
 
@@ -65,14 +77,12 @@ class Held(NamedTuple):
         nbytes: of the whole parameter.
         local: bytes of this rank's shard.
         axes: mesh axes that shard it.
-        expert: whether it is one of experts that are spread over ep.
     """
 
     name: str
     nbytes: int
     local: int
     axes: frozenset[str]
-    expert: bool
 
 
 def held_by(model: nn.Module) -> list[Held]:
@@ -86,7 +96,7 @@ def held_by(model: nn.Module) -> list[Held]:
             layout = parameter.layout
             local = math.prod(local_shape(layout, tuple(parameter.shape), layout.info.my_coordinate()))
             local *= parameter.element_size()
-        found.append(Held(name, nbytes, local, axes, "ep" in axes))
+        found.append(Held(name, nbytes, local, axes))
     return found
 
 
@@ -95,35 +105,28 @@ def whole_over(held: Iterable[Held], axes: frozenset[str]) -> list[Held]:
     return [each for each in held if not each.axes & axes]
 
 
-def check_what_is_whole(model: nn.Module, record: Parallelized) -> None:
-    """Judge what each axis shards.
+def check_what_is_whole(model: nn.Module, kind: str, record: Parallelized) -> None:
+    """Judge what each axis shards of a model, whose class is called ``kind``.
 
     Raises:
         ValueError: an axis of several ranks that is there to shard parameters shards none.
     """
     held = held_by(model)
-    dims = record.dims
-    for axis, degree, names in (
-        ("tp", dims.tp, frozenset({"tp"})),
-        ("dp_shard", dims.dp_shard, frozenset({"fsdp", "efsdp"})),
-        ("ep", dims.ep, frozenset({"ep"})),
-    ):
-        meant = [each for each in held if not (axis == "tp" and each.expert)]
-        if axis == "ep":
-            meant = [each for each in held if each.expert]
+    for axis, names in AXES_THAT_SHARD.items():
+        degree = getattr(record.dims, axis)
         if degree == 1 or not held:
             continue
-        whole = whole_over(meant, names)
-        total, left = sum(each.nbytes for each in meant), sum(each.nbytes for each in whole)
+        whole = whole_over(held, names)
+        total, left = sum(each.nbytes for each in held), sum(each.nbytes for each in whole)
         if left == total:
-            what = "has no experts that are known" if axis == "ep" else f"has no parameter that {axis} shards"
-            raise ValueError(f"parallelize: {axis}={degree}, and {type(model).__name__} {what}; {_remedy(axis)}")
+            raise ValueError(
+                f"parallelize: {axis}={degree}, and {kind} has no parameter that {axis} shards; {_remedy(axis)}"
+            )
         if left > MOST_WHOLE * total:
-            largest = sorted(whole, key=lambda each: -each.nbytes)[:3]
-            named = ", ".join(each.name for each in largest)
+            largest = ", ".join(each.name for each in sorted(whole, key=lambda each: -each.nbytes)[:3])
             warnings.warn(
-                f"parallelize: {left / total:.0%} of the parameters' bytes are whole on every rank of {axis}={degree}: "
-                f"{named} …; parallel_report(model) lists them",
+                f"parallelize: {left / total:.0%} of the parameters' bytes are whole on every rank of {axis}: "
+                f"{largest} …; parallel_report(model) lists them",
                 stacklevel=3,
             )
 
