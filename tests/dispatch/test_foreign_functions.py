@@ -231,3 +231,49 @@ def test_a_rule_that_is_gone():
 def test_names_of_no_autograd_function_are_left_alone():
     with registered("missing.apply", "scaled.apply", "nothing.Function.apply"):
         assert library().scaled(torch.ones(1), 2.0).tolist() == [2.0]
+
+
+class AlongRows(StrategyOp):
+    """``(x, shift)``; rows by themselves."""
+
+    signature = "x, shift=0.0"
+
+    def strategies(self, call):
+        yield Strategy({"x": S(0)}, S(0))
+
+
+@pytest.mark.ranks(2)
+def test_a_function_in_plain_python_is_served_where_it_is_called():
+    """A rule that names a global of a module sees the calls inside of that module too, once it is imported."""
+    x = torch.arange(12.0).view(3, 4)
+    with registered() as own:
+        own.register("acme_kernels:shifted", AlongRows("shifted"))
+        acme = library()
+        for function in (acme.shifted, acme.twice_shifted):
+            spread = distribute_tensor(x, mesh_of((2,)), [Shard(0)]).requires_grad_()
+            plain = x.clone().requires_grad_()
+            acme.seen.clear()
+            out, want = function(spread), function(plain)
+            out.square().sum().backward()
+            want.square().sum().backward()
+            assert out.placements == (Shard(0),)
+            torch.testing.assert_close(out.full_tensor(), want)
+            torch.testing.assert_close(spread.grad.full_tensor(), plain.grad)
+            rows = 2 - torch.distributed.get_rank()
+            assert acme.seen[-2:] == [(torch.Tensor, (rows, 4)), (torch.Tensor, (3, 4))]
+        with pytest.raises(ValueError, match="no strategy takes"):
+            acme.shifted(distribute_tensor(x, mesh_of((2,)), [Shard(1)]))
+
+
+def test_tables_name_functions_of_modules(tmp_path):
+    table = tmp_path / "acme.yaml"
+    table.write_text(
+        "acme_kernels:shifted: {distributed_op_module: hyper_parallel.rules, distributed_op_class: Elementwise}\n"
+    )
+    with registered() as own:
+        own.load_table(table)
+        acme = library()
+        assert own.find(acme.shifted) is own.get("acme_kernels:shifted")
+        assert acme.shifted.__name__ == "shifted"
+        again = importlib.reload(acme)
+        assert own.find(again.shifted) is own.get("acme_kernels:shifted")

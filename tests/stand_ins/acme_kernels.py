@@ -5,6 +5,16 @@ import torch
 seen = []
 
 
+def shifted(x, shift=0.0):
+    """In plain Python, and of operators that its rule does not know of."""
+    seen.append((type(x), tuple(x.shape)))
+    return (x + shift).cumsum(-1)
+
+
+def twice_shifted(x):
+    return shifted(x, shift=1.0) * 2
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor, bias=None):

@@ -21,6 +21,7 @@ from hyper_parallel.plugins.environment import ALLOW, DISABLE, PREFER, STRICT
 from hyper_parallel.plugins.record import how_to_get
 from hyper_parallel.registry.pack_hints import PACK_OF_OP
 from hyper_parallel.registry.registry import TABLES_FOLDER, Registry
+from hyper_parallel.utils.function_names import is_module_function
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -233,6 +234,10 @@ def _ops(manager: PluginManager) -> Iterator[Check]:
         "ok",
         f"{len(names)} names have a rule; fingerprint {registry.fingerprint()[:12]}, which all ranks must share",
     )
+    replaced = tuple(filter(is_module_function, names))
+    if replaced:
+        found = f"{len(replaced)} are replaced when their modules are imported, by functions that know DTensors"
+        yield Check("functions of modules", "ok", found, replaced)
     for name in names:
         try:
             registry.chosen(name)

@@ -33,7 +33,8 @@ Keys of an entry:
     plugins whose implementation of this op the entry replaces, or ``true`` for every plugin's.
 
 An op name is bare (``add``: every torch function of that name, with its in-place and operator forms) or dotted
-(``torch.nn.functional.linear``, ``torch.ops.acme.swiglu``: exactly this function); see
+(``torch.nn.functional.linear``, ``torch.ops.acme.swiglu``: exactly this function), or names a Python function of a
+module (``acme.modeling:delta_rule``), which is then replaced there by one that knows DTensors; see
 :mod:`hyper_parallel.utils.function_names`. An entry of ``__groups__`` has ``ops``, a list of such names, and no
 ``dist_op_name``.
 

@@ -119,8 +119,13 @@ class TableReader:
         self, key: yaml.Node, name: str, own: dict[str, Any], default: dict[str, Any], reported: int
     ) -> list[TableEntry]:
         """The entry, or nothing; ``reported`` is the number of problems before its fields were read."""
-        if not all(part.isidentifier() for part in name.split(".")):
-            self._problem(key, f"{name!r} is no function name; write a bare or a dotted name, such as add or torch.add")
+        module, colon, function = name.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *([function] if colon else [])]):
+            self._problem(
+                key,
+                f"{name!r} is no function name; write a bare or a dotted name, such as add or torch.add, or "
+                "module:function for one in plain Python",
+            )
         # Where the class is counts as one field: an entry's file replaces the default's module.
         places = ("distributed_op_module", "distributed_op_file")
         inherited = {k: v for k, v in default.items() if not (k in places and any(place in own for place in places))}

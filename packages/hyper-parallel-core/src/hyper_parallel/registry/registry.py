@@ -23,6 +23,7 @@ from hyper_parallel.plugins.record import PluginRecord
 from hyper_parallel.registry.autograd_functions import serve_apply
 from hyper_parallel.registry.function_index import FunctionIndex
 from hyper_parallel.registry.messages import by_provider, conflict_error, listing, missing_text, taken_error
+from hyper_parallel.registry.module_functions import serve_module_function
 from hyper_parallel.registry.op_entry import USER, OpEntry
 from hyper_parallel.utils import function_names
 from hyper_parallel.utils.function_names import Function
@@ -198,6 +199,8 @@ class Registry:
         rivals.append(entry)
         if entry.name.endswith(".apply"):
             serve_apply(entry.name)
+        elif function_names.is_module_function(entry.name):
+            serve_module_function(entry.name)
         self._functions = None
         self._changed()
 

@@ -6,7 +6,8 @@ A **bare** name such as ``add`` means every public function of that name: ``torc
 special method (``__getitem__``) means torch.Tensor's.
 
 A **dotted** name means exactly one function: ``torch.nn.functional.linear``, ``Tensor.T``, ``torch.ops.acme.swiglu``,
-``torch_npu.npu_rms_norm``, or the ``apply`` of an ``autograd.Function`` (see ``registry.autograd_functions``).
+``torch_npu.npu_rms_norm``, or the ``apply`` of an ``autograd.Function`` (see ``registry.autograd_functions``). With a
+colon, ``package.module:function``, it means a global of a module in plain Python (see ``registry.module_functions``).
 Nothing is imported to find it: as long as nobody has imported the module, nobody can call the function.
 """
 
@@ -81,6 +82,11 @@ def is_dotted(name: str) -> bool:
     return "." in name
 
 
+def is_module_function(name: str) -> bool:
+    """Whether ``name`` means a function in plain Python, which is replaced in its module."""
+    return ":" in name
+
+
 def automatic_names(name: str) -> tuple[str, ...]:
     """The bare names that the bare name ``name`` covers by itself: its in-place form and its operators."""
     in_place = () if name.endswith("_") else (f"{name}_",)
@@ -116,7 +122,7 @@ def bare_functions(name: str) -> list[Function]:
 
 def dotted_function(name: str) -> Function | None:
     """The function of this dotted name, or None while its module is not imported or does not have it."""
-    parts = (f"torch.{name}" if name.startswith("Tensor.") else name).split(".")
+    parts = (f"torch.{name}" if name.startswith("Tensor.") else name).replace(":", ".").split(".")
     owner: Any = None
     used = 0
     for length in range(len(parts) - 1, 0, -1):
