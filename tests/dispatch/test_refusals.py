@@ -132,8 +132,10 @@ def test_methods_of_transformers_models(name, tmp_path):
     parallelize_module(model, mesh) if name == "tp" else fully_shard(model, mesh=mesh)
     with pytest.raises(RuntimeError, match=r"resize first, then call parallelize_module"):
         model.resize_token_embeddings(40)
-    with pytest.raises(RuntimeError, match=r"hyper_parallel\.checkpoint\.save_safetensors\(model, folder\)"):
-        model.save_pretrained(tmp_path / "refused")
+    with pytest.raises(RuntimeError, match=r"leave state_dict out, on all ranks"):
+        model.save_pretrained(tmp_path / "refused", state_dict=model.state_dict())
+    with pytest.raises(NotImplementedError, match=r"save_pretrained\(push_to_hub=True\).*upload_folder"):
+        model.save_pretrained(tmp_path / "refused", push_to_hub=True)
     assert not (tmp_path / "refused").exists()
     rank = torch.distributed.get_rank()
     whole = {key: value.full_tensor() for key, value in model.state_dict().items()}

@@ -6,7 +6,7 @@ it is first needed: importing a lower layer loads none above it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,3 +61,10 @@ def call_of(op: LayoutOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
     from hyper_parallel.dispatch.arguments import make_call
 
     return make_call(op, None, args, kwargs)
+
+
+def save_spread_model(model: Any, folder: Any, max_shard_size: int | str, options: Mapping[str, Any]) -> None:
+    """tensor → checkpoint: what ``save_pretrained`` of a ``transformers`` model that is spread does."""
+    from hyper_parallel.checkpoint.saved_pretrained import save_spread_model
+
+    save_spread_model(model, folder, max_shard_size, options)

@@ -30,6 +30,7 @@ from torch.nn import _reduction as loss_reduction
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileSystemWriter
@@ -45,6 +46,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "ThreadedGroups",
+    "TorchDispatchMode",
     "assert_async",
     "change_torch",
     "checkpoint_classes",
@@ -337,7 +339,7 @@ OTHER_CHANGES = (
     Change("torch.autograd.Function.apply of classes that an op table names", "no rule would see their calls"),
     Change("torch.autograd.Function.apply of classes of kernel libraries", "kernels would be given a DTensor"),
     Change("transformers.PreTrainedModel.resize_token_embeddings", "it would make embeddings of one device"),
-    Change("transformers.PreTrainedModel.save_pretrained", "it would ask DTensors for their memory half-way"),
+    Change("transformers.PreTrainedModel.save_pretrained", "all ranks write its files together"),
 )
 """At other times, or in other libraries: when groups are destroyed, when those classes and libraries are imported."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,25 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hyper_parallel.checkpoint.block_scales import block_size_of, with_scales_applied
+from hyper_parallel.checkpoint.deferred.tensor import deferred, value_of
+from hyper_parallel.checkpoint.deferred.values import Bounds, DeferredValue
+from hyper_parallel.checkpoint.given_values import fill
 from hyper_parallel.checkpoint.model_state import canonical, second_names, ties
 from hyper_parallel.checkpoint.replaced_export import (
     INDEX,
     discard_unfinished,
     finish_replacing,
-    newest_files,
     replace_export,
     write_text,
 )
 from hyper_parallel.checkpoint.safetensors_file import SafetensorsFile, incomplete, library, nbytes
-from hyper_parallel.checkpoint.stored_names import Piece, pieces_of, whole_piece
-from hyper_parallel.checkpoint.untrusted import leads_out
+from hyper_parallel.checkpoint.stored_names import FromFiles, for_files, from_files
+from hyper_parallel.checkpoint.stored_tensors import stored_tensors
 from hyper_parallel.checkpoint.whole_tensors import full_tensors, rank
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.tensor.dcp_protocol import blocks
-from hyper_parallel.tensor.dtensor import DTensor
-from hyper_parallel.tensor.in_place import before_write
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = ["Attempts", "load_safetensors", "raise_everywhere", "save_safetensors"]
 
 PATTERN = "model{suffix}.safetensors"
 
@@ -64,8 +64,8 @@ def save_safetensors(
         TypeError: the state dict has an entry that is no tensor.
     """
     hub = library("huggingface_hub")
-    state, pieces, tied = _to_write(model)
-    sizes = {p.name: torch.empty(p.shape, dtype=state[p.source].dtype, device="meta") for p in pieces}
+    state, outputs, tied = _to_write(model)
+    sizes = {o.name: torch.empty(o.value.shape, dtype=o.value.dtype, device="meta") for o in outputs}
     split = hub.split_state_dict_into_shards_factory(
         sizes, get_storage_size=nbytes, filename_pattern=PATTERN, max_shard_size=max_shard_size
     )
@@ -76,26 +76,29 @@ def save_safetensors(
         for name, members in split.filename_to_tensors.items()
     }
     file_of = {member: files[name] for name, members in split.filename_to_tensors.items() for member in members}
-    by_source: dict[str, list[Piece]] = {}
-    for piece in sorted(pieces, key=lambda p: list(files.values()).index(file_of[p.name])):  # few files open at once
-        by_source.setdefault(piece.source, []).append(piece)
-    writing = _Attempts()
+    in_files = sorted(outputs, key=lambda o: list(files.values()).index(file_of[o.name]))  # few files open at once
+    writing = Attempts()
     writing.attempt(_begin, folder)
     try:
-        for source, whole in full_tensors({source: state[source] for source in by_source}):
-            for piece in by_source[source]:
-                writing.attempt(_write_piece, file_of[piece.name], piece, whole)
+        for output in _gathered(state, in_files):
+            writing.attempt(_write, file_of[output.name], output)
         for file in files.values():
             writing.attempt(file.close)
         writing.attempt(_put_in_place, folder, split, tied)
     finally:
         _clean_up(folder, files.values())
-    _raise_everywhere(writing.error, folder)
+    raise_everywhere(writing.error, folder)
 
 
-def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True) -> tuple[list[str], list[str]]:
+def load_safetensors(
+    model: nn.Module, path: str | Path, *, strict: bool = True, defaults: Mapping[str, torch.Tensor] | None = None
+) -> tuple[list[str], list[str]]:
     """Read safetensors files into a module, in place. Each rank reads the slices that it holds; nothing is sent, and no
     code is run: the files hold numbers only.
+
+    The files of a model of ``transformers`` are read as its ``from_pretrained`` reads them: under the names that they
+    have on the hub, without what the model says it ignores. Weights of 8 or 4 bits that have a scale for each block
+    (float8 with ``weight_scale_inv``, MXFP4) are read as the numbers that they stand for.
 
     Args:
         model: any module, not on the meta device. Values are converted to its dtypes.
@@ -103,51 +106,50 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
             must see the same.
         strict: whether names that the files lack, or have beside the module's, are an error. One name of a tied tensor
             is enough; that it was tied where it was written is in the files.
+        defaults: by name the values of what files need not have: buffers that are not stored, and what a model of
+            ``transformers`` says may be missing (:func:`build_on_meta` gives such). What else the files lack is an
+            error, or stays as it is.
 
     Returns:
         (missing names, unexpected names).
 
     Raises:
-        CheckpointError: names are missing or unexpected (``strict``), shapes differ, files are missing (it lists all),
-            the index or a file is malformed, the index names a file outside of its folder.
+        CheckpointError: names are missing or unexpected (``strict``), shapes differ, numbers are in a form that is not
+            known here, files are missing (it lists all), the index or a file is malformed, the index names a file
+            outside of its folder.
         RuntimeError: the module is on the meta device.
     """
-    safetensors = library("safetensors")
     targets = {canonical(n): t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
     if on_meta:
         raise RuntimeError(f"{on_meta[0]} is on the meta device; give the model memory first: model.to_empty(device=…)")
-    with contextlib.ExitStack() as opened:
-        stored = _stored(Path(path), lambda file: opened.enter_context(_opened(safetensors, file)))
-        reads, lacking = _to_read(model, targets, stored)
-        complete = targets.keys() - lacking.keys()
-        satisfied = {name for group in ties(model) if complete & set(group) for name in group}
-        missing = [name for name in lacking if name not in satisfied]
-        used = {piece.name for piece in reads}
-        unexpected = [name for name, entry in stored.items() if name not in used and entry.name == name]
-        problems = []
-        if strict:
-            absent = (name for target in missing for name in lacking[target])
-            problems = [*_named("missing in the files", absent), *_named("only in the files", unexpected)]
-        slices = [(piece, stored[piece.name].get_slice()) for piece in reads]
-        for piece, part in slices:
-            if tuple(part.get_shape()) != piece.shape:
-                problems.append(
-                    f"  {piece.name} has shape {tuple(part.get_shape())} in the file, {piece.shape} in the model"
-                )
+    with stored_tensors(Path(path)) as files:
+        stored = with_scales_applied(files, block_size_of(Path(path)))
+        found = from_files(model, targets, stored)
+        problems = [*_misfits(found, targets), *(f"  {name}: {why}" for name, why in found.failed.items())]
+        absent = _absent(model, targets, stored, problems)
+        missing = _missing(model, targets, found)
+        if strict or absent:
+            unexpected = found.unexpected if strict else []
+            problems = [
+                *_named("missing in the files", [*(missing if strict else []), *absent]),
+                *_named("only in the files", unexpected),
+                *problems,
+            ]
         if problems:
-            hint = "\nstrict=False loads the names that both have" if missing or unexpected else ""
+            hint = "\nstrict=False loads the names that both have" if missing or found.unexpected else ""
             raise CheckpointError(f"{path} does not fit the model:\n" + "\n".join(problems) + hint)
         with torch.no_grad():
-            for piece, part in slices:
-                _read(part, piece, targets[piece.source])
-    return missing, unexpected
+            for name, value in found.values.items():
+                fill(targets[name], value)
+            _fill_defaults(model, found, defaults or {})
+    return missing, found.unexpected
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-class _Attempts:
+class Attempts:
     """What rank 0 does. After an error it does nothing more, but goes on receiving, as the others go on sending."""
 
     def __init__(self) -> None:
@@ -162,22 +164,79 @@ class _Attempts:
             self.error = error
 
 
-def _to_write(model: nn.Module) -> tuple[dict[str, Any], list[Piece], dict[str, str]]:
+class _GatheredValue(DeferredValue):
+    """A tensor of the module's state dict, of which rank 0 has the whole while it is written."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
+        self.name = name
+        self.gathered: torch.Tensor | None = None
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        assert self.gathered is not None
+        return self.gathered[tuple(slice(a, b) for a, b in bounds) or ...]
+
+
+class _FileTensor(NamedTuple):
+    """A tensor of the files."""
+
+    name: str
+    value: DeferredValue
+    parameters: tuple[_GatheredValue, ...]  # that it is made of
+
+
+def _to_write(model: nn.Module) -> tuple[dict[str, Any], list[_FileTensor], dict[str, str]]:
     """The state dict; what is written of it; and the names in the files of tied tensors that are not written, with the
     names of those that stand for them."""
-    state = {canonical(name): value for name, value in model.state_dict().items()}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    state = {canonical(name): value for name, value in model.state_dict().items() if name not in ignored}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; safetensors files hold tensors only")
     first = second_names(model, state)
-    pieces = pieces_of(model, state)
-    written = {(p.source, p.box): p.name for p in pieces}
-    tied = {p.name: written[first[p.source], p.box] for p in pieces if p.source in first}
-    return state, [p for p in pieces if p.source not in first], tied
+    without_memory = {name: deferred(_GatheredValue(name, tensor)) for name, tensor in state.items()}
+    outputs = [_output(name, tensor) for name, tensor in for_files(model, without_memory).items()]
+    kept = [o for o in outputs if not any(p.name in first for p in o.parameters)]
+    stands_for = {o.value.name: o.name for o in kept if isinstance(o.value, _GatheredValue)}
+    tied = {
+        o.name: stands_for[first[o.value.name]]
+        for o in outputs
+        if isinstance(o.value, _GatheredValue) and o.value.name in first
+    }
+    return state, kept, tied
 
 
-def _write_piece(file: SafetensorsFile, piece: Piece, whole: torch.Tensor) -> None:
-    file.write(piece.name, piece.of(whole))
+def _output(name: str, tensor: torch.Tensor) -> _FileTensor:
+    value = value_of(tensor)
+    parameters, waiting = {}, [value]
+    while waiting:
+        made_of = waiting.pop()
+        if isinstance(made_of, _GatheredValue):
+            parameters[made_of.name] = made_of
+        waiting += made_of.inputs()
+    return _FileTensor(name, value, tuple(parameters.values()))
+
+
+def _gathered(state: Mapping[str, Any], outputs: Iterable[_FileTensor]) -> Iterator[_FileTensor]:
+    """Each output when rank 0 has what it is made of, and no more of the module than that. All ranks go through it."""
+    outputs = list(outputs)
+    turn = {name: n for n, name in enumerate(dict.fromkeys(p.name for o in outputs for p in o.parameters))}
+    outputs.sort(key=lambda o: max((turn[p.name] for p in o.parameters), default=-1))
+    last = {p.name: n for n, o in enumerate(outputs) for p in o.parameters}
+    held: dict[str, _GatheredValue] = {}
+    for n, output in enumerate(outputs):
+        for parameter in output.parameters:
+            if parameter.name not in held:
+                ((_, parameter.gathered),) = full_tensors({parameter.name: state[parameter.name]})
+                held[parameter.name] = parameter
+        yield output
+        for parameter in output.parameters:
+            if last[parameter.name] == n:
+                held.pop(parameter.name).gathered = None
+
+
+def _write(file: SafetensorsFile, output: _FileTensor) -> None:
+    file.write(output.name, output.value.whole())
 
 
 def _begin(folder: Path) -> None:
@@ -205,7 +264,12 @@ def _clean_up(folder: Path, files: Iterable[SafetensorsFile]) -> None:
             discard_unfinished(folder)
 
 
-def _raise_everywhere(error: Exception | None, folder: Path) -> None:
+def raise_everywhere(error: Exception | None, folder: Any) -> None:
+    """Make rank 0's error one of every rank.
+
+    Raises:
+        CheckpointError: rank 0 has one.
+    """
     text = None if error is None else f"cannot write to {folder}: {type(error).__name__}: {error}"
     if dist.is_available() and dist.is_initialized():
         box = [text]
@@ -218,99 +282,53 @@ def _raise_everywhere(error: Exception | None, folder: Path) -> None:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Stored(NamedTuple):
-    """A tensor in an open file, where it may have another name: that of the one it was tied to."""
-
-    file: Any
-    name: str
-
-    def get_slice(self) -> Any:
-        """What safetensors reads slices from."""
-        return self.file.get_slice(self.name)
-
-
-def _stored(path: Path, open_file: Callable[[Path], Any]) -> dict[str, _Stored]:
-    """Every tensor of the files by name."""
-    files = [open_file(file) for file in _files(path)]
-    found = {name: _Stored(file, name) for file in files for name in file.keys()}
-    for file in files:
-        for name, kept in (file.metadata() or {}).items():
-            if kept in found and name not in found:
-                found[name] = found[kept]
-    return found
+def _misfits(found: FromFiles, targets: Mapping[str, torch.Tensor]) -> list[str]:
+    """What the files have in another shape, or in numbers that need a conversion that is not known."""
+    problems = []
+    for name, value in found.values.items():
+        target = targets[name]
+        if tuple(value.shape) != tuple(target.shape):
+            problems.append(f"  {name} has shape {tuple(value.shape)} in the file, {tuple(target.shape)} in the model")
+        elif target.is_floating_point() and (not value.is_floating_point() or value.dtype.itemsize == 1):
+            if value.dtype != target.dtype:
+                problems.append(
+                    f"  {name} is {value.dtype} in the file without scales that are known here, {target.dtype} in the "
+                    "model; store it as numbers of 16 or 32 bits"
+                )
+    return problems
 
 
-def _files(path: Path) -> list[Path]:
-    """The safetensors files that a path means."""
-    newest = newest_files(path)
-    if newest is not None:
-        return newest
-    index = path / INDEX
-    if index.is_file():
-        paths = [path / name for name in _names_in(index)]
-        absent = [file.name for file in paths if not file.is_file()]
-        if absent:
-            raise CheckpointError(f"{index} names files that are not there: {', '.join(absent)}")
-        return paths
-    paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not paths:
-        raise CheckpointError(f"no *.safetensors file in {path}")
-    return paths
+def _missing(model: nn.Module, targets: Mapping[str, torch.Tensor], found: FromFiles) -> list[str]:
+    """The names that the files lack, without second names of what they have and those that they may lack."""
+    lacking = [name for name in targets if name not in found.values and name not in found.failed]
+    satisfied = {name for group in ties(model) if found.values.keys() & set(group) for name in group}
+    return [n for n in lacking if n not in satisfied and not (found.may_lack and found.may_lack.search(n))]
 
 
-def _names_in(index: Path) -> list[str]:
-    """The files that an index names, each once."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not JSON: {error}; copy the folder again") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} has no 'weight_map' from names of tensors to names of files")
-    names = sorted(set(weight_map.values()))
-    outside = list(filter(leads_out, names))
-    if outside:
-        raise CheckpointError(
-            f"{index} names files outside of its folder, which are not read: {', '.join(outside[:5])}"
-        )
-    return names
+def _absent(
+    model: nn.Module, targets: Mapping[str, torch.Tensor], stored: Mapping[str, Any], problems: list[str]
+) -> list[str]:
+    """Names in the files without which parameters cannot be put together; their problems are explained by that."""
+    absent = []
+    if problems:
+        without_memory = {name: deferred(_GatheredValue(name, tensor)) for name, tensor in targets.items()}
+        for name, tensor in for_files(model, without_memory).items():
+            of = [p.name for p in _output(name, tensor).parameters]
+            explained = [p for p in problems if any(p.startswith((f"  {n} ", f"  {n}:")) for n in of)]
+            if name not in stored and name not in targets and explained:
+                absent.append(name)
+                problems[:] = [problem for problem in problems if problem not in explained]
+    return absent
 
 
-def _opened(safetensors: Any, file: Path) -> Any:
-    try:
-        return safetensors.safe_open(file, framework="pt")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{file} is no safetensors file, or cut off: {error}; copy it again") from error
-
-
-def _to_read(
-    model: nn.Module, targets: Mapping[str, torch.Tensor], stored: Mapping[str, _Stored]
-) -> tuple[list[Piece], dict[str, list[str]]]:
-    """The pieces that the files have, and per tensor that they do not have whole the names that they lack."""
-    by_source: dict[str, list[Piece]] = {}
-    for piece in pieces_of(model, targets):
-        by_source.setdefault(piece.source, []).append(piece)
-    reads: list[Piece] = []
-    lacking: dict[str, list[str]] = {}
-    for name, target in targets.items():
-        pieces = [whole_piece(name, target)] if name in stored else by_source[name]
-        absent = [piece.name for piece in pieces if piece.name not in stored]
-        if absent:
-            lacking[name] = [name] if len(absent) == len(pieces) else absent
-        reads += [piece for piece in pieces if piece.name in stored]
-    return reads, lacking
-
-
-def _read(part: Any, piece: Piece, target: torch.Tensor) -> None:
-    """Copy from its file what this rank holds of a piece."""
-    if not isinstance(target, DTensor):
-        piece.read(part, (0,) * target.ndim, tuple(target.shape), target)
-        return
-    before_write(target)
-    local = target._resolve()
-    for offsets, sizes, place in blocks(target):
-        if sizes.numel():
-            piece.read(part, offsets, sizes, local[place])
+def _fill_defaults(model: nn.Module, found: FromFiles, defaults: Mapping[str, torch.Tensor]) -> None:
+    """Give values to what the files have not, where some are known."""
+    filled = {name for group in ties(model) if found.values.keys() & set(group) for name in group} | set(found.values)
+    for kind in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in kind:
+            name = canonical(name)
+            if name not in filled and name in defaults:
+                fill(tensor, defaults[name])
 
 
 def _named(title: str, names: Iterable[str]) -> list[str]:

@@ -1,0 +1,339 @@
+"""How a tensor's numbers are made, so that a block of them can be made without the rest.
+
+A value knows its shape and gives any block of it. Those that follow from other values ask these for the blocks that
+they need: a transposed matrix for a transposed block, a stack of experts for those that are in the block. Only what no
+rule is known for is made whole, and so is what was drawn: the numbers of one tensor come from the generator one after
+the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.torch_compat import pytree
+
+__all__ = [
+    "Bounds",
+    "ComputedValue",
+    "CutValue",
+    "DrawnValue",
+    "ExpandedValue",
+    "FilledValue",
+    "JoinedValue",
+    "KnownValue",
+    "PermutedValue",
+    "PointwiseValue",
+    "ReshapedValue",
+    "DeferredValue",
+    "WrittenValue",
+    "one_tensor",
+]
+
+Bounds = tuple[tuple[int, int], ...]
+"""Start and stop along each dim."""
+
+Make = Callable[..., Any]
+
+
+class DeferredValue:
+    """The numbers of a tensor.
+
+    Attributes:
+        shape, dtype: of the tensor.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        """The part inside of the bounds, which the caller does not write."""
+        raise NotImplementedError
+
+    def inputs(self) -> list[DeferredValue]:
+        """The values that it is made of."""
+        return [leaf for leaf in pytree.tree_leaves(list(vars(self).values())) if isinstance(leaf, DeferredValue)]
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        return self.block(tuple((0, n) for n in self.shape))
+
+
+class KnownValue(DeferredValue):
+    """A tensor that is in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
+        self.tensor = tensor
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        return self.tensor[_slices(bounds)]
+
+
+class FilledValue(DeferredValue):
+    """Every element the same, or any: made by a function of the shape."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, make: Make) -> None:
+        super().__init__(shape, dtype)
+        self._make = make
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        made: torch.Tensor = self._make(_sizes(bounds))
+        return made
+
+
+class PointwiseValue(DeferredValue):
+    """Each element computed from those in its place; arguments of other shapes are expanded."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, func: Make, args: Any, kwargs: Any, *, in_place: bool = False
+    ) -> None:
+        super().__init__(shape, dtype)
+        self._func, self._args, self._kwargs, self._in_place = func, args, kwargs, in_place
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        args, kwargs = _with_tensors((self._args, self._kwargs), lambda value: value.block(_expanded(value, bounds)))
+        if self._in_place:
+            args = (args[0].clone(), *args[1:])
+        made: torch.Tensor = self._func(*args, **kwargs)
+        return made
+
+
+class JoinedValue(DeferredValue):
+    """``torch.cat`` of values along a dim."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[DeferredValue], dim: int) -> None:
+        super().__init__(shape, dtype)
+        self._parts, self._dim = parts, dim
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        start, stop = bounds[self._dim]
+        found, at = [], 0
+        for part in self._parts:
+            low, high = max(start - at, 0), min(stop - at, part.shape[self._dim])
+            if low < high:
+                found.append(part.block((*bounds[: self._dim], (low, high), *bounds[self._dim + 1 :])))
+            at += part.shape[self._dim]
+        if len(found) == 1:
+            return found[0].to(self.dtype)
+        return torch.cat(found, self._dim) if found else torch.empty(_sizes(bounds), dtype=self.dtype)
+
+
+class PermutedValue(DeferredValue):
+    """The dims in another order."""
+
+    def __init__(self, source: DeferredValue, dims: Sequence[int]) -> None:
+        super().__init__([source.shape[d] for d in dims], source.dtype)
+        self._source, self._dims = source, tuple(dims)
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        inside = [(0, 0)] * len(bounds)
+        for d, range_ in zip(self._dims, bounds, strict=True):
+            inside[d] = range_
+        return self._source.block(tuple(inside)).permute(self._dims)
+
+
+class CutValue(DeferredValue):
+    """A part of a value, with all its dims."""
+
+    def __init__(self, source: DeferredValue, bounds: Bounds) -> None:
+        super().__init__(_sizes(bounds), source.dtype)
+        self._source, self._starts = source, [start for start, _ in bounds]
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        return self._source.block(tuple((s + a, s + b) for s, (a, b) in zip(self._starts, bounds, strict=True)))
+
+
+class ExpandedValue(DeferredValue):
+    """As ``Tensor.expand``."""
+
+    def __init__(self, source: DeferredValue, shape: Sequence[int]) -> None:
+        super().__init__(shape, source.dtype)
+        self._source = source
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        return self._source.block(_expanded(self._source, bounds)).expand(_sizes(bounds))
+
+
+class ReshapedValue(DeferredValue):
+    """The same elements in the same order, in another shape.
+
+    Dims of the two shapes correspond in groups of equal products. In each group a block is widened until it is a block
+    in both shapes, which is a range of the group's elements.
+    """
+
+    def __init__(self, source: DeferredValue, shape: Sequence[int]) -> None:
+        super().__init__(shape, source.dtype)
+        self._source, self._groups = source, _groups(source.shape, self.shape)
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        if any(a >= b for a, b in bounds):
+            return torch.empty(_sizes(bounds), dtype=self.dtype)
+        if self._groups is None:
+            return self._source.whole().reshape(self.shape)[_slices(bounds)]
+        before: list[tuple[int, int]] = []
+        after: list[tuple[int, int]] = []
+        for old, new in self._groups:
+            there = tuple(bounds[len(after) : len(after) + len(new)])
+            low, high = _range(new, there)
+            while True:
+                here = _cover(old, low, high)
+                there = _cover(new, *_range(old, here))
+                if _range(old, here) == _range(new, there):
+                    break
+                low, high = _range(new, there)
+            before += here
+            after += there
+        wide = self._source.block(tuple(before)).reshape(_sizes(tuple(after)))
+        return wide[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(bounds, after, strict=True))]
+
+
+class _MadeWhole(DeferredValue):
+    """Made all at once; kept while :func:`one_tensor` lasts."""
+
+    def _all(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def whole(self) -> torch.Tensor:
+        if _kept is None:
+            return self._all()
+        if self not in _kept:
+            _kept[self] = self._all()
+        return _kept[self]
+
+    def block(self, bounds: Bounds) -> torch.Tensor:
+        return self.whole()[_slices(bounds)]
+
+
+class ComputedValue(_MadeWhole):
+    """What a function gives for whole tensors: one of its results."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, func: Make, args: Any, kwargs: Any, index: int | None = None
+    ) -> None:
+        super().__init__(shape, dtype)
+        self._func, self._args, self._kwargs, self._index = func, args, kwargs, index
+
+    def _all(self) -> torch.Tensor:
+        args, kwargs = _with_tensors((self._args, self._kwargs), lambda value: value.whole())
+        result: Any = self._func(*args, **kwargs)
+        made: torch.Tensor = result if self._index is None else result[self._index]
+        return made
+
+
+class DrawnValue(ComputedValue):
+    """What a function draws from a generator that is in a certain state; the generator is left as it was."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, func: Make, args: Any, kwargs: Any, index: int | None = None
+    ) -> None:
+        super().__init__(shape, dtype, func, args, kwargs, index)
+        self._generator: torch.Generator = kwargs.get("generator") or torch.default_generator
+        self._state = self._generator.get_state()
+
+    def _all(self) -> torch.Tensor:
+        before = self._generator.get_state()
+        self._generator.set_state(self._state)
+        try:
+            return super()._all()
+        finally:
+            self._generator.set_state(before)
+
+
+class WrittenValue(_MadeWhole):
+    """A value into a view of which another one was copied.
+
+    Args:
+        base: what was written.
+        view: gives the view of a whole tensor.
+        values: what was written into it.
+    """
+
+    def __init__(
+        self, base: DeferredValue, view: Callable[[torch.Tensor], torch.Tensor], values: DeferredValue
+    ) -> None:
+        super().__init__(base.shape, base.dtype)
+        self._base, self._view, self._values = base, view, values
+
+    def _all(self) -> torch.Tensor:
+        made = self._base.whole().clone()
+        self._view(made).copy_(self._values.whole())
+        return made
+
+
+_kept: dict[DeferredValue, torch.Tensor] | None = None
+
+
+@contextlib.contextmanager
+def one_tensor() -> Iterator[None]:
+    """While the blocks of one tensor are made: what has to be made whole is made once, not once for each block."""
+    global _kept
+    before, _kept = _kept, {}
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def _with_tensors(nested: Any, made: Callable[[DeferredValue], torch.Tensor]) -> Any:
+    return pytree.tree_map_only(DeferredValue, made, nested)
+
+
+def _slices(bounds: Bounds) -> Any:
+    return tuple(slice(a, b) for a, b in bounds) or ...
+
+
+def _sizes(bounds: Bounds) -> tuple[int, ...]:
+    return tuple(b - a for a, b in bounds)
+
+
+def _expanded(value: DeferredValue, bounds: Bounds) -> Bounds:
+    """Where in a value that is expanded to the shape of the bounds these lie."""
+    ours = bounds[len(bounds) - len(value.shape) :]
+    return tuple((0, 1) if n == 1 else range_ for n, range_ in zip(value.shape, ours, strict=True))
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """The dims of two shapes of as many elements in groups of equal products; None for shapes without elements."""
+    if 0 in old:
+        return None
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        first, second, left, right = i, j, 1, 1
+        if i < len(old):
+            left, i = old[i], i + 1
+        if j < len(new):
+            right, j = new[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * new[j], j + 1
+        groups.append((tuple(old[first:i]), tuple(new[second:j])))
+    return groups
+
+
+def _range(shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Between which positions, in the order of the elements, a block lies."""
+    low = high = 0
+    for n, (a, b) in zip(shape, bounds, strict=True):
+        low, high = low * n + a, high * n + b - 1
+    return low, high + 1
+
+
+def _cover(shape: Sequence[int], low: int, high: int) -> Bounds:
+    """The smallest block that holds the elements between two positions, and lies in one piece."""
+    bounds: list[tuple[int, int]] = []
+    inner = math.prod(shape)
+    for n in shape:
+        inner //= n
+        first, last = low // inner, (high - 1) // inner
+        bounds.append((first, last + 1))
+        if first != last:
+            return (*bounds, *((0, m) for m in shape[len(bounds) :]))
+        low, high = low - first * inner, high - first * inner
+    return tuple(bounds)
