@@ -74,6 +74,34 @@ def test_gradients_of_one_device(degrees, as_dtensor):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"tp": 4}], ids=str)
+def test_tied_embeddings(degrees):
+    single, _ = step_of_one_device(tie_word_embeddings=True)
+    dims = ParallelDims(**degrees)
+    model = parallelize(qwen3(tie_word_embeddings=True), dims)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model(**shard_batch(tokens(), dims)).loss.backward()
+    check_gradients(model, single)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_built_before_is_an_error():
+    model = qwen3()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize(model, ParallelDims(tp=2))
+    model(**tokens()).loss.backward()
+    with pytest.raises(RuntimeError, match="Build the SGD after parallelize"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_cache_that_is_asked_for_in_training():
+    model = parallelize(qwen3(), ParallelDims(tp=2))
+    assert model(**tokens(), use_cache=True).past_key_values is not None
+    assert model.eval()(**tokens()).past_key_values is not None
+
+
+@pytest.mark.ranks(4)
 def test_collectives_of_a_layer():
     """One gather and one scatter per half layer, and one all-reduce for the gradients of its norms."""
     dims = ParallelDims(tp=2, dp_shard=1, dp_replicate=2)
@@ -125,6 +153,30 @@ def test_generate(degrees):
         wanted = single.generate(ids, **options)
         torch.manual_seed(3)
         assert torch.equal(model.generate(ids, **options), wanted)
+
+
+@pytest.mark.ranks(4)
+def test_generate_after_training_on_dtensors():
+    single, dims = qwen3(), ParallelDims(tp=2)
+    model = parallelize(qwen3(), dims)
+    for _ in range(2):
+        model(**shard_batch(tokens(), dims, as_dtensor=True)).loss.backward()
+        found = model.eval().generate(tokens()["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert torch.equal(
+            found, single.generate(tokens()["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        )
+        model.train()
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_generates_by_itself():
+    model = parallelize(qwen3(), ParallelDims(tp=2)).eval()
+    other = copy.deepcopy(model)
+    ids, options = tokens()["input_ids"], {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **options)
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    assert torch.equal(other.generate(ids, **options), wanted)
 
 
 @pytest.mark.ranks(2)

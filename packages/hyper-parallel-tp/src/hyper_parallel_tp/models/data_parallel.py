@@ -15,7 +15,6 @@ __all__ = ["shard_over_data"]
 
 def shard_over_data(
     model: nn.Module,
-    base: nn.Module,
     blocks: Mapping[str, nn.Module],
     experts: Sequence[nn.Module],
     dims: ParallelDims,
@@ -40,4 +39,4 @@ def shard_over_data(
     mesh = dims.get_mesh(("dp_replicate", "fsdp"))
     for block in blocks.values():
         fully_shard(block, mesh=mesh, **options)
-    fully_shard(base, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)

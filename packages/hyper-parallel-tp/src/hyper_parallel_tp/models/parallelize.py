@@ -13,6 +13,7 @@ from hyper_parallel_tp.models.block_gradients import join_gradients_of_blocks
 from hyper_parallel_tp.models.blocks import blocks_of, inside_adapters
 from hyper_parallel_tp.models.chosen_plan import ChosenPlan, choose_plan
 from hyper_parallel_tp.models.data_parallel import shard_over_data
+from hyper_parallel_tp.models.generation import adapt_generate
 from hyper_parallel_tp.models.record import Parallelized, check_what_is_whole, note_parallelized
 from hyper_parallel_tp.models.root_call import adapt_root_call
 from hyper_parallel_tp.models.shared_values import share_values
@@ -83,8 +84,9 @@ def parallelize(
         if dims.tp > 1:
             join_gradients_of_blocks(blocks.values())
         checkpoint_blocks(base, blocks, checkpointing)
-        adapt_root_call(base, dims, gathers_to_generate=chosen.loss_parallel)
-        shard_over_data(model, base, blocks, experts, dims, mp_policy, offload_policy)
+        adapt_root_call(base, dims)
+        shard_over_data(base, blocks, experts, dims, mp_policy, offload_policy)
+        adapt_generate(base, dims)
     record = Parallelized(dims, chosen, blocks, checkpointing)
     check_what_is_whole(base, name, record)
     note_parallelized(model, base, record)

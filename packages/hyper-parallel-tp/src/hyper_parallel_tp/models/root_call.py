@@ -1,11 +1,9 @@
-"""What a whole model's forward does besides: count the tokens of all data ranks, keep no cache in training, and give
-``generate()`` whole logits."""
+"""What a whole model's forward does besides: count the tokens of all data ranks, and keep no cache in training."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
 from typing import Any
 
 import torch
@@ -22,13 +20,12 @@ _COUNTED_LOSS = "ForCausalLMLoss"
 """The loss of ``transformers`` that is divided by ``num_items_in_batch``, a number of tokens."""
 
 
-def adapt_root_call(model: nn.Module, dims: ParallelDims, *, gathers_to_generate: bool | None) -> None:
+def adapt_root_call(model: nn.Module, dims: ParallelDims) -> None:
     """Change the forward of a model of ``transformers``; that of others stays as it is.
 
     Args:
         model: the model, without adapters around it.
         dims: whose data ranks share a loss.
-        gathers_to_generate: whether its logits may be sharded, so that ``generate()`` has to gather them.
     """
     arguments = inspect.signature(model.forward).parameters
     if not hasattr(model, "config") or "labels" not in arguments:
@@ -47,8 +44,6 @@ def adapt_root_call(model: nn.Module, dims: ParallelDims, *, gathers_to_generate
         return inner(self, *args, **kwargs)
 
     set_forward(model, forward)
-    if gathers_to_generate is not False and hasattr(model, "generate"):
-        _gather_while_generating(model)
 
 
 def _divides_by_tokens(model: Any) -> bool:
@@ -66,33 +61,3 @@ def _tokens_per_rank(labels: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
     """
     mesh = dims.get_mesh("batch")
     return count_tokens(labels[..., 1:], mesh=mesh).clamp(min=1) / mesh.size()
-
-
-def _gather_while_generating(model: Any) -> None:
-    """Let ``generate()`` see plain logits: it asks the model for those of the last position."""
-    depth = [0]
-    generate, inner = model.generate, forward_function(model)
-
-    @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = inner(self, *args, **kwargs)
-        return _with_whole_logits(self, output) if depth[0] else output
-
-    set_forward(model, forward)
-
-    @functools.wraps(generate)
-    def generating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        depth[0] += 1
-        try:
-            return generate(*args, **kwargs)
-        finally:
-            depth[0] -= 1
-
-    model.generate = types.MethodType(generating, model)
-
-
-def _with_whole_logits(model: nn.Module, output: Any) -> Any:
-    logits = getattr(output, "logits", None)
-    if isinstance(logits, DTensor):
-        output.logits = logits.full_tensor()
-    return output

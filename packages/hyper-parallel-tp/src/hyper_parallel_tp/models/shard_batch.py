@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hyper_parallel import DTensor, Replicate, Shard
+from hyper_parallel import DeviceMesh, DTensor, Replicate, Shard
 from hyper_parallel.rules import check_same_tensors, chunk_bounds, mesh_info
 from hyper_parallel_tp.parallel_dims import ParallelDims
 
-__all__ = ["shard_batch"]
+__all__ = ["data_mesh", "shard_batch"]
 
 _IMAGES = (("pixel_values", "image_grid_thw", 1), ("pixel_values_videos", "video_grid_thw", 2))
 """Patches of all pictures one after the other, how many patches each has (time, height, width), and what
@@ -50,10 +50,11 @@ def shard_batch(
     if check:
         everyone = mesh_info(dims.get_mesh(("batch", "cp", "tp")))
         check_same_tensors(everyone, "the batch given to shard_batch", tensors)
-    if info.shape[0] == 1:
+    laid_out_over = data_mesh(dims)
+    if laid_out_over is None:
         return dict(batch)
     if as_dtensor:
-        return {**batch, **_as_dtensors(tensors, pictures, dims)}
+        return {**batch, **_as_dtensors(tensors, pictures, laid_out_over)}
     ranks = info.shape[0]
     first, last = chunk_bounds(count, ranks, info.my_coordinate()[0])
     if count < ranks:
@@ -68,8 +69,14 @@ def shard_batch(
     return {**batch, **parts}
 
 
-def _as_dtensors(tensors: Mapping[str, torch.Tensor], pictures: set[str], dims: ParallelDims) -> dict[str, Any]:
-    mesh = dims.get_mesh(("dp_replicate", "fsdp") if dims.tp == 1 else ("dp_replicate", "fsdp", "tp"))
+def data_mesh(dims: ParallelDims) -> DeviceMesh | None:
+    """The mesh of batches that are DTensors: data axes, and tp where there is one; None for one data rank."""
+    if dims.sizes()["batch"] == 1:
+        return None
+    return dims.get_mesh(("dp_replicate", "fsdp") if dims.tp == 1 else ("dp_replicate", "fsdp", "tp"))
+
+
+def _as_dtensors(tensors: Mapping[str, torch.Tensor], pictures: set[str], mesh: DeviceMesh) -> dict[str, Any]:
     whole = [Replicate()] * mesh.ndim
     rows = [Shard(0), Shard(0), *whole[2:]]
     return {
