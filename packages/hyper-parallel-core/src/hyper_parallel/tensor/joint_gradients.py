@@ -15,7 +15,7 @@ import torch
 
 from hyper_parallel.comm import primitives as comm
 from hyper_parallel.comm import trace as comm_trace
-from hyper_parallel.comm.redistribute import moved, move_of, target_spec
+from hyper_parallel.comm.redistribute import move_of, moved, target_spec
 from hyper_parallel.sharding.mesh import MeshInfo
 from hyper_parallel.sharding.placements import is_replicate
 from hyper_parallel.tensor.dtensor import DTensor, wrap
