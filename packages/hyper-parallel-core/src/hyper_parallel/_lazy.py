@@ -20,6 +20,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     """Return the ``__getattr__`` and ``__dir__`` of ``package``."""
 
     def __getattr__(name: str) -> Any:
+        if name == "__all__":  # what `from package import *` takes; not kept, as plugins may come
+            return sorted({*CORE_MODULE_OF, *_plugin_names()})
         value = _resolve(package, name)
         setattr(sys.modules[package], name, value)
         return value

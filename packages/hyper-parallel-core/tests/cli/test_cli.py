@@ -28,8 +28,9 @@ def test_plugins_shows_state_and_reason(site):
     site.install("acme", ops=TABLE)
     site.install("old", api=2)
     site.install("bad", "raise OSError('no licence')")
-    done = site.run("-m", "hyper_parallel", "plugins")
+    done = site.run("-m", "hyper_parallel", "plugins", check=False)
     shown = lines(done)
+    assert done.returncode == 1
     assert shown["PLUGIN"].split() == ["PLUGIN", "DISTRIBUTION", "VERSION", "API", "STATUS", "OPS", "OVERRIDES"]
     assert shown["acme"].split() == ["acme", "hp-acme", "1.2", "1", "ok", "2", "1"]
     assert shown["old"].split() == ["old", "hp-old", "1.2", "2", "incompatible", "-", "-"]
@@ -42,9 +43,8 @@ def test_plugins_shows_state_and_reason(site):
 
 def test_plugins_reports_also_when_faults_are_errors(site):
     site.install("bad", "raise OSError('no licence')")
-    assert (
-        "OSError: no licence" in site.run("-m", "hyper_parallel", "plugins", HYPER_PARALLEL_STRICT_PLUGINS="1").stdout
-    )
+    done = site.run("-m", "hyper_parallel", "plugins", check=False, HYPER_PARALLEL_STRICT_PLUGINS="1")
+    assert "OSError: no licence" in done.stdout
 
 
 def test_plugins_as_json(site):
@@ -79,7 +79,9 @@ def test_ops_lists_the_names_by_provider_and_file_in_80_columns(site):
 def test_ops_shows_one_op(site):
     site.install("acme", ops=TABLE)
     site.install("rival", ops="acme_double: {distributed_op_class: Twice, distributed_op_module: rival}")
-    output = site.run("-m", "hyper_parallel", "ops", "acme_double").stdout
+    done = site.run("-m", "hyper_parallel", "ops", "acme_double", check=False)
+    output = done.stdout
+    assert done.returncode == 1
     assert "provider  acme 1.2" in output
     assert "params    factor=2" in output
     assert "provider  rival 1.2" in output
@@ -208,7 +210,7 @@ def test_commands_say_nothing_about_a_missing_numpy(site):
 def test_ops_as_json_holds_the_rule(site):
     package = site.install("acme", ops="ldexp: {distributed_op_class: Rows, distributed_op_module: hp_acme.rules}")
     (package / "rules.py").write_text(textwrap.dedent(RULES))
-    ops = json.loads(site.run("-m", "hyper_parallel", "ops", "ldexp", "--json").stdout)["ops"]
+    ops = json.loads(site.run("-m", "hyper_parallel", "ops", "ldexp", "--json", check=False).stdout)["ops"]
     (op,) = (op for op in ops if op["provider"] == "acme")  # installed packs may have a rule for it too
     assert op["rule"]["kind"] == "strategies"
     assert op["rule"]["samples"][0] == {
@@ -253,7 +255,7 @@ def test_part_of_a_name_finds_all_that_have_it(site):
 @pytest.mark.parametrize("name", ["ldexp_", "torch.ldexp", "Tensor.ldexp_"])
 def test_an_op_is_found_by_the_name_of_a_function_that_it_serves(site, name):
     site.install("acme", ops="ldexp: {distributed_op_class: Rows, distributed_op_module: hp_acme.rules}")
-    assert site.run("-m", "hyper_parallel", "ops", name).stdout.splitlines()[0] == "ldexp"
+    assert site.run("-m", "hyper_parallel", "ops", name, check=False).stdout.splitlines()[0] == "ldexp"
 
 
 def test_plugin_adds_a_command(site):
@@ -273,8 +275,9 @@ def test_plugin_adds_a_command(site):
 
 def test_plugin_cannot_take_the_name_of_a_command(site):
     site.install("acme", "@hookimpl\ndef hyper_parallel_cli_commands(): return [Command('ops', 'mine', print)]")
-    output = site.run("-m", "hyper_parallel", "plugins").stdout
-    assert "its command 'ops' is taken already" in output
+    done = site.run("-m", "hyper_parallel", "plugins", check=False)
+    assert done.returncode == 1
+    assert "its command 'ops' is taken already" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["plugins", "doctor"])
@@ -289,15 +292,42 @@ def test_plugins_that_exit_or_whose_command_cannot_be_declared_are_shown(site, c
         """,
     )
     done = site.run("-m", "hyper_parallel", command, check=False)
-    assert done.returncode == (1 if command == "doctor" else 0)
+    assert done.returncode == 1
     assert done.stdout.count("SystemExit: no licence") >= 2
     assert "exits" in done.stdout
     assert "undeclared" in done.stdout
     assert site.run("-m", "hyper_parallel", "one", check=False).returncode == 2
 
 
+@pytest.mark.parametrize("command", ["plugins", "ops", "doctor"])
+def test_all_commands_agree_about_what_is_broken_or_in_conflict(site, command):
+    """Each ends with 1, and names both."""
+    site.install("acme", ops=TABLE)
+    site.install("rival", ops="acme_double: {distributed_op_class: Twice, distributed_op_module: rival}")
+    only = {"HYPER_PARALLEL_PLUGINS": "acme,rival"}
+    done = site.run("-m", "hyper_parallel", command, check=False, **only)
+    assert done.returncode == 1
+    assert "acme_double" in done.stdout
+    settled = site.run("-m", "hyper_parallel", command, check=False, HYPER_PARALLEL_PREFER="acme_double=acme", **only)
+    assert settled.returncode == 0, settled.stdout
+    site.install("bad", "raise OSError('no licence')")
+    only = {"HYPER_PARALLEL_PLUGINS": "acme,bad"}
+    done = site.run("-m", "hyper_parallel", command, check=False, **only)
+    assert done.returncode == 1
+    assert "OSError: no licence" in done.stdout
+
+
+def test_version(site):
+    assert site.run("-m", "hyper_parallel", "--version").stdout.startswith("hyper-parallel-core 0.")
+
+
 def test_wrong_usage_ends_with_two(site):
-    assert site.run("-m", "hyper_parallel", "no-such-command", check=False).returncode == 2
+    done = site.run("-m", "hyper_parallel", "explian", check=False)
+    assert done.returncode == 2
+    assert done.stderr == "hyper-parallel: there is no command 'explian'; did you mean explain?\n"
+    done = site.run("-m", "hyper_parallel", "no-such-command", check=False)
+    assert done.returncode == 2
+    assert "commands are plugins, ops, " in done.stderr
     assert site.run("-m", "hyper_parallel", check=False).returncode == 2
 
 

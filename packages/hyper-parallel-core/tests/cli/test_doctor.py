@@ -85,13 +85,13 @@ def test_no_rule_at_all_is_a_warning_with_the_package_to_install(doctor, site):
     assert "everything is in order" not in text
 
 
-def test_ops_that_two_plugins_claim_are_a_warning_with_both_places(doctor, site):
+def test_ops_that_two_plugins_claim_are_a_failure_with_both_places(doctor, site):
     for plugin in ("acme", "rival"):
         site.install(
             plugin, ops=f"acme_double: {{distributed_op_class: Double, distributed_op_module: {plugin}.rules}}"
         )
     check = doctor()["op acme_double"]
-    assert check["status"] == "warn"
+    assert check["status"] == "fail"
     assert "2 implementations" in check["detail"]
     text = "\n".join(check["more"])
     assert "hp_acme/ops.yaml:1" in text

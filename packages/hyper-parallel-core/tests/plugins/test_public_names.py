@@ -22,7 +22,31 @@ def test_static_imports_and_table_agree():
         if alias.asname
     }
     assert imports == CORE_MODULE_OF
-    assert sorted(hyper_parallel.__all__) == sorted(CORE_MODULE_OF)
+    (listed,) = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert sorted(ast.literal_eval(listed)) == sorted(CORE_MODULE_OF)
+
+
+def test_star_import_and_completion_have_the_names_of_plugins_too(site):
+    site.install(
+        "acme",
+        """
+        @hookimpl
+        def hyper_parallel_public_names(): return {"acme_gate": "hp_acme._plugin:HYPER_PARALLEL_API"}
+        """,
+    )
+    site.python(
+        """
+        from hyper_parallel import *
+        import hyper_parallel
+        assert acme_gate == 1 and DTensor.__name__ == "DTensor"
+        assert {"acme_gate", "DTensor"} <= set(dir(hyper_parallel))
+        """,
+        HYPER_PARALLEL_PLUGINS="acme",
+    )
 
 
 @pytest.mark.parametrize("name", sorted(CORE_MODULE_OF))

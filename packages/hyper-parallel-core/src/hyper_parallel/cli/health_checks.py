@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hyper_parallel._public_names import FIRST_PARTY_DIST_OF
+from hyper_parallel.cli.installation_problems import op_conflicts
 from hyper_parallel.cli.installed_packages import Package, entry_points_of_project, packages_of_interest
-from hyper_parallel.errors import OpConflictError, PluginError
+from hyper_parallel.errors import OpConflictError
 from hyper_parallel.plugins import PluginManager
 from hyper_parallel.plugins.environment import ALLOW, DISABLE, PREFER, STRICT
 from hyper_parallel.plugins.record import how_to_get
@@ -238,14 +239,10 @@ def _ops(manager: PluginManager) -> Iterator[Check]:
     if replaced:
         found = f"{len(replaced)} are replaced when their modules are imported, by functions that know DTensors"
         yield Check("functions of modules", "ok", found, replaced)
-    for name in names:
-        try:
-            registry.chosen(name)
-        except OpConflictError as error:
-            first, *lines = str(error).splitlines()
-            yield Check(f"op {name}", "warn", first.partition(" has ")[2] or first, tuple(lines))
-        except PluginError as error:  # a pin that names somebody who does not provide the op
-            yield Check(f"op {name}", "warn", str(error).splitlines()[0], fix=f"change {PREFER}")
+    for name, error in op_conflicts(registry).items():
+        first, *lines = str(error).splitlines()
+        fix = "" if isinstance(error, OpConflictError) else f"change {PREFER}"  # a pin to somebody without the op
+        yield Check(f"op {name}", "fail", first.partition(" has ")[2] or first, tuple(lines), fix)
 
 
 # -- environment --------------------------------------------------------------------------------------------------

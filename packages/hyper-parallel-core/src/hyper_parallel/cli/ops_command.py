@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from hyper_parallel.cli.installation_problems import problem_lines
 from hyper_parallel.cli.reporting import print_json
 from hyper_parallel.cli.rule_descriptions import described_rules
 from hyper_parallel.errors import OpConflictError, PluginError
@@ -38,11 +39,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.name is not None and not entries:
         return _unknown(arguments.name, registry)
     if arguments.name is None:
+        problems = problem_lines(default_manager(), registry)
         if arguments.json:
-            print_json(ops=[_as_json(entry, registry) for entry in entries])
+            print_json(ok=not problems, ops=[_as_json(entry, registry) for entry in entries], problems=problems)
         else:
-            print(_listing(entries))
-        return 0
+            print("\n".join([_listing(entries), *problems]))
+        return int(bool(problems))
     rules = described_rules(entries)
     if arguments.json:
         about = zip(entries, rules, strict=True)
@@ -50,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         texts = [f"{_described(e, registry)}\n{rule.as_text()}" for e, rule in zip(entries, rules, strict=True)]
         print("\n\n".join(texts))
-    return 0
+    return int(any(_verdict(entry, registry) == "conflict" for entry in entries))
 
 
 def _entries_of(name: str, registry: Registry) -> list[OpEntry]:

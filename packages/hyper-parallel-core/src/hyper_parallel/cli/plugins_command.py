@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from hyper_parallel.cli.installation_problems import broken_plugins, op_conflicts
 from hyper_parallel.cli.reporting import print_json, print_table
 from hyper_parallel.plugins import Command, PluginRecord, default_manager
 from hyper_parallel.registry import Registry
@@ -16,14 +17,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     manager = default_manager()
-    entries = Registry(manager).entries()  # reading the tables can find a plugin broken, so it comes first
-    manager.public_names()
+    registry = Registry(manager)
+    broken, conflicts = broken_plugins(manager, registry), op_conflicts(registry)
+    entries, failed = registry.entries(), bool(broken or conflicts)
     ops = Counter(entry.provider for entry in entries)
     overrides = Counter(entry.provider for entry in entries if entry.override)
     records = manager.records()
     if arguments.json:
-        print_json(plugins=[_as_json(record, ops[record.name], overrides[record.name]) for record in records])
-        return 0
+        shown = [_as_json(record, ops[record.name], overrides[record.name]) for record in records]
+        print_json(ok=not failed, plugins=shown, conflicts=sorted(conflicts))
+        return int(failed)
     if not records:
         print("no plugins are installed; the common ops are in hyper-parallel-ops-basic")
         return 0
@@ -43,7 +46,9 @@ def _run(arguments: argparse.Namespace) -> int:
     # The traceback ends with the reason, so one of the two is enough.
     notes = [record.traceback or ": ".join(filter(None, (record.reason, record.remedy))) for record in records]
     print_table(headers, rows, notes)
-    return 0
+    if conflicts:
+        print(f"\nin conflict: {', '.join(conflicts)}; hyper-parallel ops NAME says between whom")
+    return int(failed)
 
 
 def _as_json(record: PluginRecord, ops: int, overrides: int) -> dict[str, object]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 
 from hyper_parallel.cli import (
     coverage_command,
@@ -41,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What torch says when it is imported where there is no numpy, which nothing here needs.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         try:
-            arguments = _parser(_commands(manager)).parse_args(argv)
+            commands = _commands(manager)
+            unknown = _unknown_command(argv, commands)
+            if unknown:
+                print(f"hyper-parallel: {unknown}", file=sys.stderr)
+                return 2
+            arguments = _parser(commands).parse_args(argv)
             return int(arguments.run(arguments))
         except PluginError as error:
             print(f"hyper-parallel: {error}", file=sys.stderr)
@@ -74,10 +81,21 @@ def _usable(given: Iterable[Command], taken: Mapping[str, Command], plugin: str)
     return usable
 
 
+def _unknown_command(argv: Sequence[str], commands: Sequence[Command]) -> str:
+    """What is wrong with the name of a command, and the names that are like it; empty when nothing is."""
+    names = [command.name for command in commands]
+    if not argv or argv[0].startswith("-") or argv[0] in names:
+        return ""
+    near = difflib.get_close_matches(argv[0], names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(names)}"
+    return f"there is no command {argv[0]!r}; {hint}"
+
+
 def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hyper-parallel", description="Distributed tensors and operators for PyTorch, extended by plugins."
     )
+    parser.add_argument("--version", action="version", version=f"hyper-parallel-core {version('hyper-parallel-core')}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in commands:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
