@@ -476,3 +476,18 @@ def test_a_bad_index_is_refused_on_every_rank():
         for call in calls:
             with pytest.raises((IndexError, ValueError, RuntimeError), match=match):
                 call()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dims", [(0, 0, 1), (0, 0, None), (1, None, 0)])
+def test_a_mask_over_an_axis_of_one_rank_reads_and_writes(dims):
+    """Such an axis shards nothing, whatever a layout says of it."""
+    layout = [Replicate() if d is None else Shard(d) for d in dims]
+    target, values = torch.randn(5, 6, 3), torch.randn(int(MASK.sum()), 3)
+    x, mask, added = (
+        make(v.clone(), mesh_of((1, 2, 2)), placements)
+        for v, placements in ((target, layout), (MASK, layout), (values, [Replicate()] * 3))
+    )
+    x[mask, :] = x[mask, :] + added
+    target[MASK, :] += values
+    torch.testing.assert_close(x.full_tensor(), target)

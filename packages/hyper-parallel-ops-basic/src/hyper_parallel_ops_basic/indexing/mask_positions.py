@@ -95,7 +95,10 @@ class Picked:
 
     def layout_of(self, base: Layout, ndim: int, dim: int) -> Layout:
         """``base`` (for ``ndim`` dims) with the picked elements along ``dim`` in equal chunks."""
-        placements = tuple(Shard(dim) if a in self.over.axes else p for a, p in enumerate(base.placements))
+        # Axes of one rank shard nothing, and are none of those that the chunks are over.
+        freed = base.shard_order[dim] if dim < base.ndim else ()
+        rest = [Replicate() if a in freed else p for a, p in enumerate(base.placements)]
+        placements = tuple(Shard(dim) if a in self.over.axes else p for a, p in enumerate(rest))
         order = tuple(self.over.axes if d == dim else axes for d, axes in enumerate(base.shard_order))
         return base.with_order(placements, (order + ((),) * ndim)[:ndim])
 

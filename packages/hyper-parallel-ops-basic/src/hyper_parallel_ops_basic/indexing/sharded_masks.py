@@ -150,8 +150,8 @@ def read_together(call: Call, index: Index, mask: Item) -> list[Item]:
 
 def in_chunks(layout: Layout, dim: int, axes: set[int]) -> bool:
     """Whether a tensor lies along a dim as :meth:`Picked.layout_of` says of what these mesh axes shard."""
-    order = [a for a in layout.shard_order[dim] if layout.mesh_shape[a] > 1]
-    return bool(axes) and order == sorted(axes) and all(type(layout.placements[a]) is Shard for a in order)
+    order, over = ([a for a in some if layout.mesh_shape[a] > 1] for some in (layout.shard_order[dim], sorted(axes)))
+    return bool(over) and order == over and all(type(layout.placements[a]) is Shard for a in order)
 
 
 def beside_of(call: Call, index: Index, mask: ShardedMask | None, targets: Sequence[Layout]) -> Beside | None:
