@@ -78,6 +78,10 @@ def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
     assert (
         textwrap.dedent(
             f"""
+        COLLECTIVE  CALLS  BYTES  AXES
+        all_gather  1      128    dp
+        all_reduce  3      192    tp
+
         layouts are written per mesh axis: dp, tp
 
         Tensor.exp  x3
@@ -94,10 +98,6 @@ def test_script_runs_as_it_is_and_every_operator_is_shown(program, capsys):
           at    {program}:26
           in    [8, 4] S(0),R
           out   [8, 4] S(0),R
-
-        COLLECTIVE  CALLS  BYTES  AXES
-        all_gather  1      128    dp
-        all_reduce  3      192    tp
         """
         )
         == "\n" + shown.out
@@ -124,10 +124,58 @@ def test_axes_are_those_of_the_mesh_that_communicates(program, capsys, sizes):
     assert f"layouts are written per mesh axis: {sizes.replace('=2', '').replace(',', ', ')}\n" in shown
     assert "in    [4, 4] P(sum) on tp\n  move  P(sum) -> R on tp\n  comm  all_reduce 64 B over tp (2 ranks)" in shown
     assert "  comm  all_gather 128 B over fsdp (2 ranks)" in shown or "over fsdp (2 ranks)" in shown
-    totals = [line.split() for line in shown.partition("COLLECTIVE")[2].splitlines()[1:]]
+    totals = [line.split() for line in shown.partition("\n\n")[0].splitlines()[1:]]
     assert {(row[0], row[3]) for row in totals} == {("all_reduce", "tp"), ("all_gather", "fsdp")} | (
         {("all_gather", "tp")} if sizes.startswith("tp") else set()
     )
+
+
+MODULES = """
+    import torch
+    from torch import nn
+    from hyper_parallel import DTensor, Layout, Replicate, Shard, distribute_tensor
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Tanh() for _ in range(3))
+            self.weight = nn.Parameter(torch.ones(6, 2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x.exp()
+
+    def work(mesh):
+        net = Net()
+        net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Replicate(), Shard(0)]))
+        x = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0), Replicate()]).requires_grad_()
+        net(x).exp()
+"""
+
+
+def test_modules_and_the_memory_of_a_rank_are_shown(program, capsys):
+    """Layers that do the same are one step; what tanh keeps is its result, what exp keeps too."""
+    program.write_text(textwrap.dedent(MODULES))
+    with (program.parent / "rules.yaml").open("a") as rules:
+        rules.write("tanh: {}\n")
+    registry = Registry(PluginManager([], {}), {})
+    registry.load_table(program.parent / "rules.yaml")
+    with use_registry(registry):
+        assert main(["explain", "--mesh", "dp=2,tp=3", "--json", "program_of_a_test:work"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert main(["explain", "--mesh", "dp=2,tp=3", "--summary", "program_of_a_test:work"]) == 0
+        summary = capsys.readouterr().out
+    steps = [(step["name"], step["module"], step["times"]) for step in content["steps"]]
+    assert ("Tensor.exp", "", 1) in steps
+    assert [(module, times) for name, module, times in steps if "tanh" in name] == [("layers.*", 3)]
+    weight, activation = 2 * 2 * 4, 4 * 4 * 4
+    assert content["memory"] == {
+        "parameters": weight, "gradients": weight, "AdamW": 2 * weight, "activations": 5 * activation,
+    }  # fmt: skip
+    *totals, memory = summary.splitlines()
+    assert {row.split()[0] for row in totals} == {"COLLECTIVE", "broadcast", "scatter"}  # of distribute_tensor
+    assert memory == "memory on this rank: parameters 16 B, gradients 16 B, AdamW 32 B, activations 320 B"
 
 
 def test_function_gets_the_mesh_and_equal_steps_can_be_shown_one_by_one(program, capsys):

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.analysis.core_functions import is_answered_by_core
+from hyper_parallel.analysis.module_trace import ModuleTrace
 from hyper_parallel.analysis.sample_calls import short_name
 from hyper_parallel.comm.redistribute import describe
 from hyper_parallel.comm.trace import CommEvent, CommTrace, LayoutChange, user_line
@@ -54,6 +55,7 @@ class OpStep:
     Attributes:
         name: the function, or one of ``(outside operators)`` and ``(backward)``.
         where: ``file:line`` of the user's call.
+        module: name of the module whose forward ran, with ``*`` for numbers; empty outside of modules.
         inputs, outputs: global shape and layout of each DTensor.
         changes: layout changes that were made for the operator, with those that cost nothing.
         collectives: what was communicated.
@@ -67,6 +69,7 @@ class OpStep:
     changes: tuple[str, ...] = ()
     collectives: tuple[Collective, ...] = ()
     error: str = ""
+    module: str = ""
 
 
 @dataclass
@@ -85,18 +88,21 @@ class OpTrace:
 
     Attributes:
         steps: what ran.
+        modules: which modules ran, and the memory of this rank.
         axis_names: names of the mesh axes for which a layout is written; one on another mesh says so, as ``R on tp``.
             Default: those of the first DTensor.
     """
 
     axis_names: tuple[str, ...] = ()
     steps: list[OpStep] = field(default_factory=list)
+    modules: ModuleTrace = field(default_factory=ModuleTrace)
     _comm: CommTrace = field(default_factory=CommTrace)
     _read: _TracePosition = field(default_factory=_TracePosition)
 
     def __enter__(self) -> OpTrace:
         self._running = ExitStack()
         self._running.enter_context(self._comm)
+        self._running.enter_context(self.modules)
         self._running.enter_context(_RecordingMode(self))
         return self
 
@@ -116,7 +122,7 @@ class OpTrace:
             return func(*args, **kwargs)
         self.axis_names = self.axis_names or inputs[0].layout.mesh_dim_names
         self._note_between()
-        step = OpStep(short_name(func), user_line(), inputs=tuple(map(self._shown, inputs)))
+        step = OpStep(short_name(func), user_line(), inputs=tuple(map(self._shown, inputs)), module=self.modules.module)
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -143,7 +149,8 @@ class OpTrace:
                 moved = tuple(self._change(c) for c in changes if (c.where, c.phase) == (where, phase) and _matters(c))
                 sent = tuple(self._collective(e) for e in events if (e.where, e.phase) == (where, phase))
                 if moved or sent:
-                    self.steps.append(OpStep(name, where, changes=moved, collectives=sent))
+                    module = self.modules.module if phase == "forward" else ""
+                    self.steps.append(OpStep(name, where, changes=moved, collectives=sent, module=module))
 
     def _unread(self) -> tuple[list[CommEvent], list[LayoutChange]]:
         events, changes = self._comm.events[self._read.events :], self._comm.changes[self._read.changes :]

@@ -31,6 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument("--mesh", default="dp=2,tp=2", help="axes and their sizes (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="show equal steps one by one, as they ran")
+    parser.add_argument("--summary", action="store_true", help="show the totals only: communication and memory")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as HTML")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("program", help="a script, or package:function")
@@ -74,9 +75,10 @@ def _run(arguments: argparse.Namespace) -> int:
             ok=not failure,
             steps=[{**asdict(step), "times": times} for step, times in steps],
             totals=[dict(zip(_TOTALS, row, strict=True)) for row in _totals(trace)],
+            memory=trace.modules.memory(),
         )
     else:
-        _print(trace, steps)
+        _print(trace, [] if arguments.summary else steps)
     if failure:
         print(f"\n{failure}", file=sys.stderr)
     return int(bool(failure))
@@ -107,20 +109,31 @@ def _print(trace: OpTrace, steps: Sequence[tuple[OpStep, int]]) -> None:
     if not trace.steps:
         print("no operator was called on a DTensor, and nothing was communicated")
         return
-    print(f"layouts are written per mesh axis: {', '.join(trace.axis_names)}\n")
-    for step, times in steps:
-        print(f"{step.name}{f'  x{times}' if times > 1 else ''}")
-        print("\n".join(f"  {label:<5} {text}" for label, text in _lines(step)))
-    print()
     rows = _totals(trace)
     if rows:
         print_table([title.upper() for title in _TOTALS], rows)
     else:
         print("nothing was communicated")
+    if trace.modules.roots:
+        print(_memory(trace))
+    if steps:
+        print(f"\nlayouts are written per mesh axis: {', '.join(trace.axis_names)}\n")
+    for step, times in steps:
+        print(f"{step.name}{f'  x{times}' if times > 1 else ''}")
+        print("\n".join(f"  {label:<5} {text}" for label, text in _lines(step)))
+
+
+def _memory(trace: OpTrace) -> str:
+    """The memory of this rank, on one line."""
+    from hyper_parallel.analysis.op_trace import readable_size
+
+    parts = trace.modules.memory()
+    return "memory on this rank: " + ", ".join(f"{name} {readable_size(nbytes)}" for name, nbytes in parts.items())
 
 
 def _lines(step: OpStep) -> list[tuple[str, str]]:
-    lines = [("at", step.where)]
+    lines = [("mod", step.module)] if step.module else []
+    lines.append(("at", step.where))
     if step.inputs:
         lines.append(("in", "   ".join(step.inputs)))
     paid = {collective.change for collective in step.collectives}
@@ -166,14 +179,16 @@ def _as_html(arguments: argparse.Namespace, trace: OpTrace, steps: Sequence[tupl
             return "\n".join(text for label, text in lines if label in labels)
 
         inputs, outputs = "\n".join(step.inputs), "\n".join(step.outputs)
-        rows.append((step.name, str(times), inputs, cell("move"), cell("comm"), outputs or cell("error"), step.where))
+        told = outputs or cell("error")
+        rows.append((step.name, str(times), step.module, inputs, cell("move"), cell("comm"), told, step.where))
         marks.append("bad" if step.error else "note" if step.collectives else "")
-    header = ("operator", "times", "inputs", "redistributions", "collectives", "outputs", "where")
+    header = ("operator", "times", "module", "inputs", "redistributions", "collectives", "outputs", "where")
     tables = [
         ReportTable("Communication", _TOTALS, _totals(trace)),
         ReportTable("Operators, in order", header, rows, marks),
     ]
-    summary = [f"Mesh {arguments.mesh}; layouts are written per mesh axis: {', '.join(trace.axis_names)}."]
+    axes = ", ".join(trace.axis_names)
+    summary = [f"Mesh {arguments.mesh}; layouts are written per mesh axis: {axes}.", f"{_memory(trace)}."]
     return html_report(f"What {Path(arguments.program).name} does", summary, tables)
 
 
