@@ -76,6 +76,7 @@ _FIRST_PARTY = {
         "input_reshard",
         "is_loss_parallel_active",
         "linear_reduce_scatter",
+        "load_pretrained",
         "loss_parallel",
         "parallel_report",
         "parallelize",

@@ -17,6 +17,7 @@ _NAMES = {
     ),
     "hyper_parallel_tp.loss.losses": ("FusedLinearCrossEntropyLoss", "ParallelCrossEntropyLoss", "count_tokens"),
     "hyper_parallel_tp.overlap.overlapped_linear": ("all_gather_linear", "linear_reduce_scatter"),
+    "hyper_parallel_tp.models.load_pretrained": ("load_pretrained",),
     "hyper_parallel_tp.models.parallelize": ("parallelize",),
     "hyper_parallel_tp.models.parallel_report": ("parallel_report",),
     "hyper_parallel_tp.models.shard_batch": ("shard_batch",),

@@ -144,7 +144,7 @@ def _as_factors(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _block(size: int, scales: int, stated: int) -> int:
-    """How many rows share a scale; 0 when that cannot be."""
+    """How many rows share a scale: what is stated, or a power of two, or what divides them evenly; 0 when none fits."""
     powers = (1 << n for n in range(size.bit_length() + 1))
     even = size // scales if scales and size % scales == 0 else 0
-    return next((n for n in (stated, even, *powers) if n and -(-size // n) == scales), 0)
+    return next((n for n in (stated, *powers, even) if n and -(-size // n) == scales), 0)

@@ -126,7 +126,11 @@ def load_safetensors(
     with stored_tensors(Path(path)) as files:
         stored = with_scales_applied(files, block_size_of(Path(path)))
         found = from_files(model, targets, stored)
-        problems = [*_misfits(found, targets), *(f"  {name}: {why}" for name, why in found.failed.items())]
+        problems = [
+            *_misfits(found, targets),
+            *_unequal_ties(model, found),
+            *(f"  {name}: {why}" for name, why in found.failed.items()),
+        ]
         absent = _absent(model, targets, stored, problems)
         missing = _missing(model, targets, found)
         if strict or absent:
@@ -296,6 +300,28 @@ def _misfits(found: FromFiles, targets: Mapping[str, torch.Tensor]) -> list[str]
                     "model; store it as numbers of 16 or 32 bits"
                 )
     return problems
+
+
+def _unequal_ties(model: nn.Module, found: FromFiles) -> list[str]:
+    """Tensors that are one in the model, and of which the files have several with different numbers."""
+    problems = []
+    for group in ties(model):
+        first, *others = [name for name in group if name in found.values] or [""]
+        for name in others:
+            one, other = value_of(found.values[first]), value_of(found.values[name])
+            if one is not other and one.shape == other.shape and not _equal(one, other):
+                problems.append(
+                    f"  {name} is tied to {first} in the model and has other numbers in the file; build the model with "
+                    "tie_word_embeddings=False in its configuration"
+                )
+    return problems
+
+
+def _equal(one: DeferredValue, other: DeferredValue) -> bool:
+    """Compare a few rows at a time."""
+    rows = [(n, min(n + 4096, one.shape[0])) for n in range(0, one.shape[0], 4096)] if one.shape else []
+    blocks: list[Bounds] = [(part, *((0, n) for n in one.shape[1:])) for part in rows] or [()]
+    return all(torch.equal(one.block(bounds), other.block(bounds)) for bounds in blocks)
 
 
 def _missing(model: nn.Module, targets: Mapping[str, torch.Tensor], found: FromFiles) -> list[str]:

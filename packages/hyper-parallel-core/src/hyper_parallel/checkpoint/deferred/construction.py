@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hyper_parallel.checkpoint.deferred.tensor import DeferredTensor, run_deferred, value_of
+from hyper_parallel.checkpoint.deferred.tensor import DeferredTensor, Scratch, run_deferred, value_of
 from hyper_parallel.checkpoint.model_state import canonical
 from hyper_parallel.torch_compat import TorchDispatchMode, pytree
 
@@ -45,7 +45,7 @@ def build_on_meta(make: Callable[[], Module], *, draw: bool = True) -> tuple[Mod
         The module, its parameters and buffers on the meta device; and by name the values that they have: for
         :func:`give_values`.
     """
-    with torch.device("cpu"), _DeferLarge(draw):
+    with torch.device("cpu"), _DeferLarge(draw), torch.random.fork_rng(devices=[], enabled=not draw):
         module = make()
     values: dict[str, torch.Tensor] = {}
     emptied: dict[torch.Tensor, torch.Tensor] = {}  # hashed by identity
@@ -78,14 +78,14 @@ class _DeferLarge(TorchDispatchMode):
 
     def __init__(self, draw: bool) -> None:
         super().__init__()
-        self._draw = draw
+        self._scratch = Scratch() if draw else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_deferred = any(isinstance(tensor, DeferredTensor) for tensor in tensors)
         if is_deferred or (not tensors and self._is_large(func, args, kwargs)):
-            return run_deferred(func, args, kwargs, advance=self._draw)
+            return run_deferred(func, args, kwargs, scratch=self._scratch)
         return func(*args, **kwargs)
 
     def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:

@@ -12,7 +12,7 @@ from hyper_parallel.checkpoint.deferred.rules import OVERWRITES, SAME, draws, re
 from hyper_parallel.checkpoint.deferred.values import DeferredValue, KnownValue, WrittenValue
 from hyper_parallel.torch_compat import pytree
 
-__all__ = ["DeferredTensor", "deferred", "run_deferred", "value_of", "without_memory"]
+__all__ = ["DeferredTensor", "Scratch", "deferred", "run_deferred", "value_of", "without_memory"]
 
 
 class _SharedValue:
@@ -67,6 +67,22 @@ class DeferredTensor(torch.Tensor):
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+class Scratch:
+    """Memory for one tensor after the other. If each had its own, what small things stay between them would keep a heap
+    from giving it back."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape, strides and dtype, until the next one is asked for."""
+        elements = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        nbytes = elements * tensor.dtype.itemsize
+        if nbytes > self._memory.numel():
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes].view(tensor.dtype).as_strided(tuple(tensor.shape), tensor.stride())
+
+
 def deferred(
     value: DeferredValue, like: torch.Tensor | None = None, cell: _SharedValue | None = None
 ) -> DeferredTensor:
@@ -100,19 +116,19 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def run_deferred(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, advance: bool = False) -> Any:
+def run_deferred(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, scratch: Scratch | None = None) -> Any:
     """An operator on arguments of which some are deferred, or one that makes a tensor that is to be.
 
     Args:
-        advance: for one that draws: draw, and forget the numbers, so that the generator is afterwards in the state in
-            which drawing leaves it.
+        scratch: for one that draws: where to draw numbers that are forgotten, after which the generator is in the state
+            in which drawing leaves it. None: do not draw.
     """
     try:
         on_meta = _on_meta(func, args, kwargs)
     except Exception:  # it needs the numbers, or is wrong; then it raises again
         return func(*_in_memory(args), **_in_memory(kwargs))
     if func._schema.is_mutable:
-        return _written(func, args, kwargs, advance)
+        return _written(func, args, kwargs, scratch)
     if func.is_view:
         return _viewed(func, args, kwargs, on_meta)
     values = (_values(args), _values(_at_once(func, kwargs, on_meta)))
@@ -123,7 +139,7 @@ def run_deferred(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, adva
         return deferred(result_of(func, *values, result, index), result)
 
     results = _each(on_meta, made)
-    if advance and draws(func):
+    if scratch is not None and draws(func):
         func(*_in_memory(args), **_in_memory(kwargs))
     return results
 
@@ -175,15 +191,15 @@ def _viewed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], on_meta: Any
     return _each(on_meta, view)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], advance: bool) -> Any:
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], scratch: Scratch | None) -> Any:
     target, *rest = args
     if not isinstance(target, DeferredTensor) or not func.overloadpacket.__name__.endswith("_"):
         return func(*_in_memory(args), **_in_memory(kwargs))
     overwrites = func.overloadpacket.__name__ in OVERWRITES or draws(func)
     before = KnownValue(torch.empty(0)) if overwrites else value_of(target)
     value = result_of(func, (before, *_values(rest)), _values(kwargs), without_memory(target), None)
-    if advance and draws(func):
-        func(torch.empty_strided(tuple(target.shape), target.stride(), dtype=target.dtype), *rest, **kwargs)
+    if scratch is not None and draws(func):
+        func(scratch.like(target), *rest, **kwargs)
     if not target.steps:
         target.cell.value = value
     else:
