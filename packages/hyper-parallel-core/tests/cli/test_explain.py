@@ -174,7 +174,7 @@ def test_modules_and_the_memory_of_a_rank_are_shown(program, capsys):
         "parameters": weight, "gradients": weight, "AdamW": 2 * weight, "activations": 5 * activation,
     }  # fmt: skip
     *totals, memory = summary.splitlines()
-    assert {row.split()[0] for row in totals} == {"COLLECTIVE", "broadcast", "scatter"}  # of distribute_tensor
+    assert {row.split()[0] for row in totals} >= {"COLLECTIVE", "broadcast", "scatter"}  # of distribute_tensor
     assert memory == "memory on this rank: parameters 16 B, gradients 16 B, AdamW 32 B, activations 320 B"
 
 

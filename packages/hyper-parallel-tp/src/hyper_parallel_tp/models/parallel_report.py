@@ -15,14 +15,14 @@ from hyper_parallel import CommTrace
 from hyper_parallel_tp.models.blocks import inside_adapters
 from hyper_parallel_tp.models.record import AXES_THAT_SHARD, Held, Parallelized, held_by, record_of, whole_over
 
-__all__ = ["ParallelReport", "Sent", "parallel_report"]
+__all__ = ["ParallelReport", "BlockTraffic", "parallel_report"]
 
 SHOWN = 12
 """How many whole parameters are named; the sums are of all."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class BlockTraffic:
     """Collectives of one part of a model in one step.
 
     Attributes:
@@ -49,7 +49,7 @@ class ParallelReport:
     plan: Parallelized
     parameters: tuple[Held, ...]
     reasons: Mapping[str, str]
-    sent: Mapping[str, Sent]
+    sent: Mapping[str, BlockTraffic]
     memory: Mapping[str, int]
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {op}" for op, count in sorted(counts.items())) or "nothing"
 
 
-def _sent(model: nn.Module, record: Parallelized, batch: Mapping[str, Any]) -> dict[str, Sent]:
+def _sent(model: nn.Module, record: Parallelized, batch: Mapping[str, Any]) -> dict[str, BlockTraffic]:
     """The collectives of one step by block: those of its forward, and of the backward of what was computed there."""
     with CommTrace() as step, _gradients_kept(model), _traced(record.blocks) as inside:
         output = model(**batch)
@@ -145,10 +145,10 @@ def _sent(model: nn.Module, record: Parallelized, batch: Mapping[str, Any]) -> d
     return {name: _summed(events) for name, events in per_block.items()}
 
 
-def _summed(events: Iterable[Any]) -> Sent:
+def _summed(events: Iterable[Any]) -> BlockTraffic:
     events = list(events)
     phases = {phase: Counter(e.op for e in events if e.phase == phase) for phase in ("forward", "backward")}
-    return Sent(phases["forward"], phases["backward"], sum(e.nbytes for e in events))
+    return BlockTraffic(phases["forward"], phases["backward"], sum(e.nbytes for e in events))
 
 
 @contextmanager
