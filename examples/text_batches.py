@@ -21,8 +21,12 @@ class TextBatches:
             raise ValueError(f"{path} has {len(self.text)} bytes, fewer than one sequence of {length}")
         self.batch_size, self.length, self.seed = batch_size, length, seed
 
-    def __getitem__(self, step: int) -> torch.Tensor:
-        """Token ids of one step, int64, shape (batch_size, length), on the CPU."""
+    def rows(self, step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
+        """Token ids of one step, int64, on the CPU: of its ``batch_size`` sequences those of data rank ``part``.
+
+        Each data rank reads its own windows of the text; together they are what one rank reads.
+        """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.text) - self.length + 1, (self.batch_size, 1), generator=generator)
-        return self.text[starts + torch.arange(self.length)].long()
+        mine = starts.tensor_split(parts)[part]
+        return self.text[mine + torch.arange(self.length)].long()

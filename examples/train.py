@@ -1,13 +1,15 @@
-"""Train a small Qwen3 model from `transformers`, its code unmodified, on real text and on several ranks.
+"""Train a model from `transformers`, its code unmodified, on real text and on several ranks.
 
-    torchrun --nproc-per-node 4 examples/train.py              # dp=2 x tp=2 on the CPU
-    torchrun --nproc-per-node 4 examples/train.py --resume     # go on from the last checkpoint
-    python examples/train.py                                   # the same model on one rank, plain PyTorch
+    torchrun --nproc-per-node 4 examples/train.py                        # a small Qwen3, dp_shard=2 x tp=2 on the CPU
+    torchrun --nproc-per-node 4 examples/train.py --model qwen3_moe --tp 2 --ep 2
+    torchrun --nproc-per-node 4 examples/train.py --folder Qwen3-0.6B    # a model that was saved before
+    torchrun --nproc-per-node 4 examples/train.py --resume               # go on from the last checkpoint
+    python examples/train.py                                             # the same on one rank, plain PyTorch
 
 It ends by training the same model on the same data on one rank, without hyper_parallel, and compares the losses step by
-step: data and tensor parallelism must not change what is learned. The exit code is 1 if they differ.
+step: parallelism must not change what is learned. The exit code is 1 if they differ.
 
-`--out` receives `log.json`, `loss.png` and `checkpoints/`.
+`--out` receives `log.json`, `loss.png`, `checkpoints/` and `model/`, which `transformers` loads.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from run_report import Comparison, ProgressBar, StepRecord, plot_loss, write_log
+from small_models import MODELS, small_config
 from text_batches import VOCAB_SIZE, TextBatches
 
 from hyper_parallel import checkpoint
 
-HEADS = 4
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 # Measured on this model with the batch summed in another order, which changes nothing but the rounding.
@@ -72,9 +74,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hidden-size", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tp", type=int, help="ranks that share one copy of the model; None: 2 if the number is even")
+    parser.add_argument("--hidden-size", type=int, default=64, help="of the small models")
+    parser.add_argument("--layers", type=int, default=4, help="of the small models")
+    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3", help="a small one, with random weights")
+    parser.add_argument("--folder", type=Path, help="train the model of this folder (config.json, *.safetensors)")
+    parser.add_argument("--dp-replicate", type=int, default=1, help="copies of the model, for different data")
+    parser.add_argument("--dp-shard", type=int, default=-1, help="ranks that share parameters; -1: all that are left")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share a sequence")
+    parser.add_argument("--tp", type=int, help="ranks that share every layer; None: 2 if their number is even")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts, among those of the others")
     parser.add_argument("--device", choices=sorted(BACKENDS), default="cpu")
     parser.add_argument("--backend", help="of torch.distributed; None: the device's usual one, e.g. nccl for cuda")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; the last step makes one")
@@ -106,23 +114,23 @@ def pick_device(kind: str) -> torch.device:
 def run(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> int:
     """The run proper, on every rank."""
     batches = TextBatches(args.text, batch_size=args.batch_size, length=args.length, seed=args.seed)
-    if world_size == 1:
-        title, setup = "one rank", OneRank(device)
-    else:
-        setup = ManyRanks(args.device, mesh_shape(args.tp, world_size))
-        title = f"dp={setup.shape[0]} x tp={setup.shape[1]}"
+    setup = OneRank(device) if world_size == 1 else ManyRanks(device, args, world_size)
+    title = setup.title
 
-    training = Training.start(args, setup.place_model(build_model(args).to(device)))
+    training = Training.start(args, setup.build_model(args))
     checkpoints = args.out / "checkpoints"
     if args.resume:
         training.load(checkpoints)
     resumed = bool(training.records)
     training.train(args.steps, batches, setup, title, checkpoints, args.save_every, shown=rank == 0)
 
+    pretended = is_pretended(world_size)
+    if not pretended:
+        training.export(args.out / "model")
     comparison = None
     if not args.no_check and (world_size > 1 or resumed):
         comparison = compare(args, training.records, batches, device, rank, world_size)
-    if rank == 0 and not is_pretended(world_size):
+    if rank == 0 and not pretended:
         write_results(args, title, world_size, training.records, comparison)
     return 0 if comparison is None or comparison.equal else 1
 
@@ -132,48 +140,30 @@ def is_pretended(world_size: int) -> bool:
     return world_size > 1 and dist.get_backend() == "fake"
 
 
-def mesh_shape(tp: int | None, world_size: int) -> tuple[int, int]:
-    """(dp, tp) for this number of ranks."""
-    if tp is None:
-        tp = 2 if world_size % 2 == 0 else 1
-    if world_size % tp:
-        raise SystemExit(f"--tp {tp} does not divide the number of ranks, {world_size}")
-    if HEADS % tp:
-        raise SystemExit(f"--tp {tp} does not divide the model's {HEADS} attention heads")
-    return world_size // tp, tp
-
-
-def build_model(args: argparse.Namespace) -> torch.nn.Module:
-    """A Qwen3 small enough for a CPU, with the same random weights on every rank."""
-    torch.manual_seed(args.seed)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=args.hidden_size,
-        intermediate_size=2 * args.hidden_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        head_dim=args.hidden_size // HEADS,
-        max_position_embeddings=args.length,
-        use_cache=False,
-        dtype=torch.float32,
-    )
-    return transformers.Qwen3ForCausalLM(config).train()
-
-
 class OneRank:
     """Plain PyTorch: what the reference run, and a run without torchrun, use."""
+
+    title = "one rank"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model as it is."""
-        return model
+    def build_model(self, args: argparse.Namespace) -> torch.nn.Module:
+        """The model as `transformers` makes it."""
+        if args.folder is not None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
+        else:
+            torch.manual_seed(args.seed)
+            model = transformers.AutoModelForCausalLM.from_config(config_of(args))
+        return model.to(self.device).train()
 
-    def place_batch(self, batch: torch.Tensor) -> torch.Tensor:
-        """The whole batch."""
-        return batch.to(self.device)
+    def batch(self, batches: TextBatches, step: int) -> torch.Tensor:
+        """All rows of a step."""
+        return batches.rows(step).to(self.device)
+
+    def mean(self, loss: torch.Tensor) -> float:
+        """The loss of a step."""
+        return loss.item()
 
     def trace(self) -> AbstractContextManager[Any]:
         """Nothing communicates."""
@@ -181,36 +171,55 @@ class OneRank:
 
 
 class ManyRanks:
-    """Model and batch as DTensors on a (dp, tp) mesh: tensor, sequence and loss parallel over tp, FSDP over dp."""
+    """The same over all axes of the mesh, in one call; each data rank has its own rows."""
 
-    def __init__(self, device: str, shape: tuple[int, int]) -> None:
-        from hyper_parallel import init_device_mesh
+    def __init__(self, device: torch.device, args: argparse.Namespace, world_size: int) -> None:
+        from hyper_parallel import ParallelDims
 
-        self.device, self.shape = device, shape
-        self.mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
+        self.device = device
+        tp = args.tp or (2 if world_size % 2 == 0 else 1)
+        degrees = {"dp_replicate": args.dp_replicate, "dp_shard": args.dp_shard, "cp": args.cp, "tp": tp, "ep": args.ep}
+        try:
+            self.dims = ParallelDims(**degrees, world_size=world_size)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+        self.title = " x ".join(
+            f"{name}={getattr(self.dims, name)}" for name in degrees if getattr(self.dims, name) > 1
+        )
+        self.data = self.dims.get_mesh("batch")
 
-    def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The same modules: every layer split over tp, parameters and optimizer spread over dp too."""
-        from hyper_parallel import fully_shard, parallelize_module
-        from hyper_parallel_tp.plans.decoders import qwen3_plan
+    def build_model(self, args: argparse.Namespace) -> torch.nn.Module:
+        """The same values as on one rank; no rank holds more than its part of them."""
+        from hyper_parallel import load_pretrained
 
-        parallelize_module(model, self.mesh["tp"], qwen3_plan(sequence_parallel=True, loss_parallel=True))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=self.mesh["dp"])
-        return fully_shard(model, mesh=self.mesh["dp"])
+        if args.folder is not None:
+            return load_pretrained(args.folder, self.dims, dtype=torch.float32).train()
+        torch.manual_seed(args.seed)
+        return load_pretrained(config_of(args), self.dims).train()
 
-    def place_batch(self, batch: torch.Tensor) -> torch.Tensor:
-        """The global batch, of which each data-parallel rank holds its rows."""
-        from hyper_parallel import Replicate, Shard, distribute_tensor
+    def batch(self, batches: TextBatches, step: int) -> torch.Tensor:
+        """The rows of this data rank."""
+        return batches.rows(step, self.data.get_local_rank(), self.data.size()).to(self.device)
 
-        # Every rank has made the same batch, so each takes its part and nothing is sent.
-        return distribute_tensor(batch.to(self.device), self.mesh, (Shard(0), Replicate()), src_data_rank=None)
+    def mean(self, loss: torch.Tensor) -> float:
+        """The mean over data ranks, which is the loss of one rank with all rows."""
+        from hyper_parallel import DTensor, all_reduce
+
+        mine = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return all_reduce(mine.detach(), self.data).item() / self.data.size()
 
     def trace(self) -> AbstractContextManager[Any]:
         """Counts the collectives of one step."""
         from hyper_parallel import CommTrace
 
         return CommTrace()
+
+
+def config_of(args: argparse.Namespace) -> Any:
+    """The configuration of a small model."""
+    return small_config(
+        args.model, vocabulary=VOCAB_SIZE, hidden=args.hidden_size, layers=args.layers, length=args.length
+    )
 
 
 @dataclass
@@ -241,14 +250,15 @@ class Training:
         bar = ProgressBar(title, len(self.records), steps, shown=shown)
         for step in range(len(self.records), steps):
             start = time.perf_counter()
-            batch = setup.place_batch(batches[step])
+            batch = setup.batch(batches, step)
             with setup.trace() as trace:
                 loss = self.step(batch)
+            loss = setup.mean(loss)
             seconds = time.perf_counter() - start
             record = StepRecord(
                 step=step,
                 loss=loss,
-                tokens_per_second=batch.numel() / seconds,
+                tokens_per_second=batches.batch_size * batches.length / seconds,
                 collectives=len(trace.events) if trace else 0,
                 collective_bytes=trace.nbytes if trace else 0,
             )
@@ -258,14 +268,14 @@ class Training:
                 self.save(checkpoints)
         bar.close()
 
-    def step(self, batch: torch.Tensor) -> float:
-        """One optimizer step on next-byte prediction; the loss is that of the global batch."""
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        """One optimizer step on next-byte prediction; the loss is that of this rank's rows."""
         loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """For torch.distributed.checkpoint: each rank writes its shards, and any mesh can read them."""
@@ -284,6 +294,10 @@ class Training:
     def save(self, folder: Path) -> None:
         """Write ``folder/step-N``."""
         checkpoint.save({"training": self}, checkpoint_id=folder / f"step-{len(self.records)}")
+
+    def export(self, folder: Path) -> None:
+        """Write the model as `transformers` reads it; all ranks call it."""
+        self.model.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
         """Read the newest checkpoint of ``folder``."""
@@ -304,7 +318,7 @@ def compare(
     """Repeat the run from its first step on rank 0 alone; every rank gets the result."""
     box: list[Comparison | None] = [None]
     if rank == 0:
-        reference = Training.start(args, build_model(args).to(device))
+        reference = Training.start(args, OneRank(device).build_model(args))
         reference.train(len(records), batches, OneRank(device), "one rank", None, 0, shown=True)
         losses = [record.loss for record in reference.records]
         differences = torch.tensor([record.loss for record in records]) - torch.tensor(losses)

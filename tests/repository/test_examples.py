@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,36 @@ def test_qwen3_from_safetensors(tmp_path):
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
 
 
+def test_from_a_folder_to_a_folder(tmp_path):
+    """The page shows the script as it is, and it runs; what it writes plain transformers reads."""
+    script = EXAMPLES / "train_folder.py"
+    shown = (EXAMPLES.parent / "docs" / "train-a-model.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert shown == script.read_text().partition('"""\n\n')[2]
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = transformers.Qwen3Config(vocab_size=64, num_key_value_heads=2, **sizes)
+    before = transformers.Qwen3ForCausalLM(config)
+    before.save_pretrained(tmp_path / "folder")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    done = subprocess.run(
+        [*command, tmp_path / "folder", tmp_path / "tuned"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sequence_parallel=True" in done.stdout
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    change = after.model.norm.weight.detach() - before.model.norm.weight.detach()
+    assert 0 < change.abs().max() < 1e-2
+
+
 def test_training_script_under_explain_leaves_its_results_alone(tmp_path):
     """They would come from values that are only pretended."""
     arguments = ("--steps", "1", "--layers", "1", "--length", "16", "--no-check", "--out", str(tmp_path))
@@ -82,4 +113,4 @@ def test_script_leaves_the_process_group_however_it_ends(path):
 
 
 def test_scripts_are_looked_at():
-    assert len(SCRIPTS) == 5
+    assert len(SCRIPTS) == 6
