@@ -47,13 +47,23 @@ def run(session: nox.Session, program: str, *arguments: str, env: dict[str, str]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
     done = environment / "requirements.sha256"
     if not done.is_file() or done.read_text() != digest:
-        session.log("making the development environment, which takes some minutes: %s", environment)
-        session.run(sys.executable, "-m", "venv", str(environment), external=True)
         install = (str(programs / "python"), "-m", "pip", "install", "--quiet")
-        session.run(*install, *INSTALL_TORCH, external=True)
-        # With the build backend at hand, pip need not make an environment for it seven times.
-        session.run(*install, "hatchling", "editables", external=True)
-        session.run(*install, "--no-build-isolation", "-r", "requirements-dev.txt", external=True)
+        steps = {
+            f"an empty environment in {environment}": (sys.executable, "-m", "venv", str(environment)),
+            "torch, the largest download": (*install, *INSTALL_TORCH),
+            # With the build backend at hand, pip need not make an environment for it seven times.
+            "what wheels are built with": (*install, "hatchling", "editables"),
+            "our packages, transformers and the tools": (
+                *install,
+                "--no-build-isolation",
+                "-r",
+                "requirements-dev.txt",
+            ),
+        }
+        session.log("making the development environment, which takes some minutes")
+        for number, (what, command) in enumerate(steps.items(), 1):
+            session.log("step %d of %d: %s", number, len(steps), what)
+            session.run(*command, external=True)
         done.write_text(digest)
     session.run(str(programs / program), *arguments, env=env, external=True)
 

@@ -132,7 +132,14 @@ def run(args: argparse.Namespace, rank: int, world_size: int, device: torch.devi
         comparison = compare(args, training.records, batches, device, rank, world_size)
     if rank == 0 and not pretended:
         write_results(args, title, world_size, training.records, comparison)
+        print(f"next: --resume --steps {2 * args.steps} goes on, --model {others(args.model)} trains another;")
+        print("a model of your own, from a folder to a folder: docs/train-a-model.md")
     return 0 if comparison is None or comparison.equal else 1
+
+
+def others(model: str) -> str:
+    """Another family than this."""
+    return "qwen3_moe --ep 2" if model != "qwen3_moe" else "qwen3_5"
 
 
 def is_pretended(world_size: int) -> bool:

@@ -49,7 +49,15 @@ def test_as_json(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "code", "text"),
-    [("Acme Ops", 2, "use small letters, digits and single hyphens"), ("taken", 1, "exists already")],
+    [
+        ("Acme Ops", 2, "use small letters, digits and single hyphens"),
+        ("class", 2, "import class is no Python; use another word, as in class-ops"),
+        ("aten", 2, "torch.ops.aten is taken"),
+        ("json", 2, "import json already means another package here"),
+        ("torch", 2, "import torch already means another package here"),
+        ("hyper-parallel-tp", 2, "it is a package of HyperParallel"),
+        ("taken", 1, "exists already"),
+    ],
 )
 def test_wrong_name_writes_nothing(tmp_path, capsys, name, code, text):
     (tmp_path / "taken").mkdir()
@@ -75,6 +83,21 @@ def test_its_own_tests_pass_and_the_program_shows_it(site, tmp_path):
     text = site.run("-m", "hyper_parallel", "ops", name, "--import", "acme_ops.operators", PYTHONPATH=path).stdout
     assert "provider  acme-ops 0.1.0" in text
     assert "S(0)    S(0)    ->  S(0)" in text
+
+
+def test_the_name_of_an_installed_plugin_is_refused(site, tmp_path):
+    site.install("acme")
+    arguments = ("-m", "hyper_parallel", "new-plugin", "acme", "--folder", str(tmp_path))
+    done = site.run(*arguments, check=False, HYPER_PARALLEL_PLUGINS="acme")
+    assert done.returncode == 2
+    assert not (tmp_path / "acme").exists()
+    assert "an installed plugin is called so" in done.stderr
+
+
+def test_its_workflow_can_say_where_core_is(tmp_path):
+    write_plugin("acme-ops", tmp_path / "acme-ops")
+    workflow = (tmp_path / "acme-ops" / ".github" / "workflows" / "tests.yml").read_text()
+    assert "python -m pip install ${{ vars.HYPER_PARALLEL_SOURCE }} -e .[test]" in workflow
 
 
 @pytest.mark.parametrize("fault", ["import torch", "raise OSError('no licence')"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import keyword
 import re
 import sys
 from collections.abc import Iterator
@@ -10,13 +12,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hyper_parallel._public_names import FIRST_PARTY_DIST_OF
 from hyper_parallel.cli.reporting import core_version, print_json
-from hyper_parallel.plugins import Command
+from hyper_parallel.plugins import Command, default_manager
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 _SUFFIX = ".tmpl"
+_NAMESPACES = frozenset(
+    {"aten", "c10d", "debugprims", "inductor", "mkldnn", "onednn", "prim", "prims", "profiler", "quantized", "rngprims"}
+)
+"""Namespaces of operators that torch has, where a pack's own would be looked up."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +34,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     name = arguments.name
-    if not re.fullmatch("[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        print(
-            f"hyper-parallel: {name!r} is no name for a plugin: "
-            "use small letters, digits and single hyphens, as in acme-ops",
-            file=sys.stderr,
-        )
+    wrong = _wrong_name(name)
+    if wrong:
+        print(f"hyper-parallel: {name!r} is no name for a plugin: {wrong}", file=sys.stderr)
         return 2
     target = arguments.folder / name
     if target.exists():
@@ -51,6 +55,31 @@ def _run(arguments: argparse.Namespace) -> int:
     print("  python -m pytest\n")
     print(f"Your kernels go to src/{package}/operators.py, what they take on sharded tensors to ops.yaml and rules.py.")
     return 0
+
+
+def _wrong_name(name: str) -> str:
+    """Why a package of this name could not be installed, imported or found; empty when it could."""
+    if not re.fullmatch("[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        return "use small letters, digits and single hyphens, as in acme-ops"
+    package = name.replace("-", "_")
+    if keyword.iskeyword(package):
+        return f"import {package} is no Python; use another word, as in {name}-ops"
+    if package in _NAMESPACES:
+        return f"torch.ops.{package} is taken; use another word, as in {name}-ops"
+    if name in (*FIRST_PARTY_DIST_OF.values(), "hyper-parallel", "hyper-parallel-core", "hyper-parallel-ops-basic"):
+        return "it is a package of HyperParallel; use a word of your own in front, as in acme-ops"
+    if package in sys.stdlib_module_names or _is_importable(package):
+        return f"import {package} already means another package here; use another word"
+    if any(record.name == name for record in default_manager().records()):
+        return "an installed plugin is called so; use another word"
+    return ""
+
+
+def _is_importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def write_plugin(name: str, target: Path) -> list[Path]:
