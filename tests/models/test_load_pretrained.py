@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from hub_folders import FAMILIES, FOLDERS, auto_class, configuration
+from safetensors.torch import save_file
 
 from hyper_parallel import CheckpointError, CommTrace, DTensor, ParallelDims, load_pretrained, parallel_report
-from hyper_parallel.checkpoint import build_on_meta, give_memory, give_values
+from hyper_parallel.checkpoint import build_on_meta, give_memory, give_values, load_safetensors
 from hyper_parallel.checkpoint.deferred import construction
 
 MESHES = {"tp2": {"tp": 2}, "fsdp2": {"dp_shard": 2}, "fsdp2 x tp2": {"dp_shard": 2, "tp": 2}}
@@ -353,10 +354,21 @@ def test_tied_tensors_that_the_files_have_twice(tmp_path):
     )
 
 
-def test_a_module_that_is_no_model_of_transformers_has_no_values_for_what_came_later():
-    config = configuration("llama")
-    model, values = build_on_meta(lambda: transformers.LlamaForCausalLM(config))
+def test_buffers_that_nobody_knows(tmp_path):
+    hub.llama_folder(tmp_path / "hub")
+    model, values = build_on_meta(lambda: hub.plain_model("llama", tie_word_embeddings=True))
     model.register_buffer("late", torch.ones(3), persistent=False)
     give_memory(model, "cpu")
     with pytest.raises(ValueError, match="no values were given for late, and nobody knows how they are made"):
         give_values(model, values)
+    with pytest.raises(CheckpointError, match="no values for late: the files have none, and nobody knows how"):
+        load_safetensors(model, tmp_path / "hub", defaults=values)
+    load_safetensors(model, tmp_path / "hub", defaults={**values, "late": torch.arange(3.0)})
+    assert model.late.tolist() == [0, 1, 2]
+
+
+def test_files_beside_the_weights_are_not_read(tmp_path):
+    model = hub.plain_model("llama", tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    save_file({"base_model.x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    check_equal(load_pretrained(tmp_path, ParallelDims(world_size=1)), model)

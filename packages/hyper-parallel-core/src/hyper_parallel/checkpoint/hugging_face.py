@@ -106,9 +106,9 @@ def load_safetensors(
             must see the same.
         strict: whether names that the files lack, or have beside the module's, are an error. One name of a tied tensor
             is enough; that it was tied where it was written is in the files.
-        defaults: by name the values of what files need not have: buffers that are not stored, and what a model of
-            ``transformers`` says may be missing (:func:`build_on_meta` gives such). What else the files lack is an
-            error, or stays as it is.
+        defaults: by name the values of what files need not have, of :func:`build_on_meta`: buffers that are not stored,
+            and what a model of ``transformers`` says may be missing; not ``strict``, all that the files lack. None: it
+            stays as it is.
 
     Returns:
         (missing names, unexpected names).
@@ -146,7 +146,8 @@ def load_safetensors(
         with torch.no_grad():
             for name, value in found.values.items():
                 fill(targets[name], value)
-            _fill_defaults(model, found, defaults or {})
+            if defaults is not None:
+                _fill_others(model, found, defaults)
     return missing, found.unexpected
 
 
@@ -347,14 +348,22 @@ def _absent(
     return absent
 
 
-def _fill_defaults(model: nn.Module, found: FromFiles, defaults: Mapping[str, torch.Tensor]) -> None:
-    """Give values to what the files have not, where some are known."""
+def _fill_others(model: nn.Module, found: FromFiles, defaults: Mapping[str, torch.Tensor]) -> None:
+    """Give values to what the files have not.
+
+    Raises:
+        CheckpointError: there are none for it.
+    """
     filled = {name for group in ties(model) if found.values.keys() & set(group) for name in group} | set(found.values)
-    for kind in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in kind:
-            name = canonical(name)
-            if name not in filled and name in defaults:
-                fill(tensor, defaults[name])
+    tensors = {canonical(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    others = [name for name in tensors if name not in filled]
+    unknown = [name for name in others if name not in defaults]
+    if unknown:
+        raise CheckpointError(
+            f"no values for {', '.join(unknown[:5])}: the files have none, and nobody knows how they are made"
+        )
+    for name in others:
+        fill(tensors[name], defaults[name])
 
 
 def _named(title: str, names: Iterable[str]) -> list[str]:

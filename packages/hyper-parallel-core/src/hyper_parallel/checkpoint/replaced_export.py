@@ -18,7 +18,7 @@ from hyper_parallel.checkpoint.safetensors_file import incomplete
 from hyper_parallel.checkpoint.untrusted import leads_out
 from hyper_parallel.errors import CheckpointError
 
-__all__ = ["INDEX", "discard_unfinished", "finish_replacing", "newest_files", "replace_export", "write_text"]
+__all__ = ["INDEX", "WHOLE", "discard_unfinished", "finish_replacing", "newest_files", "replace_export", "write_text"]
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

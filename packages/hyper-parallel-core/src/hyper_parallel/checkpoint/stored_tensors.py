@@ -12,7 +12,7 @@ import torch
 
 from hyper_parallel.checkpoint.deferred.tensor import DeferredTensor, deferred
 from hyper_parallel.checkpoint.deferred.values import Bounds, DeferredValue
-from hyper_parallel.checkpoint.replaced_export import INDEX, newest_files
+from hyper_parallel.checkpoint.replaced_export import INDEX, WHOLE, newest_files
 from hyper_parallel.checkpoint.safetensors_file import library
 from hyper_parallel.checkpoint.untrusted import leads_out
 from hyper_parallel.errors import CheckpointError
@@ -85,6 +85,8 @@ def _files(path: Path) -> list[Path]:
     newest = newest_files(path)
     if newest is not None:
         return newest
+    if (path / WHOLE).is_file():  # other files beside it are in other formats, or adapters
+        return [path / WHOLE]
     index = path / INDEX
     if index.is_file():
         paths = [path / name for name in _names_in(index)]

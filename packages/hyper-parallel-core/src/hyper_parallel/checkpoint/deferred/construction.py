@@ -46,6 +46,8 @@ def build_on_meta(make: Callable[[], Module], *, draw: bool = True) -> tuple[Mod
         :func:`give_values`.
     """
     with torch.device("cpu"), _DeferLarge(draw), torch.random.fork_rng(devices=[], enabled=not draw):
+        if not draw:
+            torch.default_generator.manual_seed(0)  # what is drawn all the same is equal on all ranks
         module = make()
     values: dict[str, torch.Tensor] = {}
     emptied: dict[torch.Tensor, torch.Tensor] = {}  # hashed by identity
