@@ -13,6 +13,7 @@ from hyper_parallel import (
     CommTrace,
     DTensor,
     LocalCompute,
+    PackedShard,
     Replicate,
     Shard,
     distribute_tensor,
@@ -125,3 +126,70 @@ def test_experts_compute_with_their_part_of_a_batch_over_data_ranks(rows):
     if rows != R:
         with pytest.raises(ValueError, match="along the dimension of the first that is"):
             model(x, w.redistribute(full, [S1 if rows == S0 else S0, R]))
+
+
+class Heads(nn.Module):
+    """A linear attention in small: heads counted by attributes, a norm of single heads, an output beside."""
+
+    def __init__(self, heads=4, size=3, width=6):
+        super().__init__()
+        self.num_heads, self.size, self.features = heads, size, heads * size
+        self.mixed = nn.Linear(width, 2 * self.features, bias=False)
+        self.scale = nn.Parameter(torch.rand(heads))
+        self.norm, self.shift = nn.Parameter(torch.rand(size)), nn.Parameter(torch.rand(size))
+        self.out = nn.Linear(self.features, width, bias=False)
+
+    def forward(self, hidden, factor=1.0):
+        a, b = self.mixed(hidden).split([self.features, self.features], dim=-1)
+        shape = (*hidden.shape[:-1], self.num_heads, self.size)
+        heads = (a * b.tanh()).view(shape).cumsum(1) * self.norm + self.shift
+        weights = heads.sum(-1) * self.scale
+        return self.out((heads * weights[..., None]).flatten(-2)) * factor
+
+
+def heads_style(**layouts):
+    parameters = {
+        "mixed.weight": PackedShard(0, (12, 12)), "scale": Shard(0), "out.weight": Shard(1),
+    }  # fmt: skip
+    return LocalCompute(parameters=parameters, divided=("num_heads", "features"), **layouts)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_module_whose_numbers_count_heads(sequence):
+    """By heads, on local tensors: one collective each way, and one for what is replicated inside."""
+    torch.manual_seed(0)
+    module, single = Heads().double(), Heads().double()
+    single.load_state_dict(module.state_dict())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    layout = Shard(1) if sequence else Replicate()
+    parallelize_module(module, mesh, heads_style(input_layouts=layout, output_layouts=layout))
+    x = torch.randn(2, 5, 6, dtype=torch.float64)  # 5 positions are uneven over 2 ranks
+    given = distribute_tensor(x, mesh, [layout]).requires_grad_()
+    plain = x.clone().requires_grad_()
+    with CommTrace() as trace:
+        out = module(given, factor=2.0)
+        out.square().sum().backward()
+    want = single(plain, factor=2.0)
+    want.square().sum().backward()
+    torch.testing.assert_close(out.full_tensor(), want)
+    torch.testing.assert_close(given.grad.full_tensor(), plain.grad)
+    for (name, p), q in zip(module.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+    gather, scatter = {"all_gather": 1}, {"reduce_scatter": 1}
+    assert trace.phase("forward") == (gather | scatter if sequence else {"all_reduce": 1})
+    # The gradient of the input, and that of `norm` and `shift` together.
+    assert trace.phase("backward") == (gather | scatter | {"all_reduce": 1} if sequence else {"all_reduce": 2})
+    assert (module.num_heads, module.features) == (4, 12)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_divided_or_found_is_refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for style, message in [
+        (LocalCompute(divided=("size",)), "size of Heads is 3, no number that 2 ranks divide"),
+        (LocalCompute(divided=("heads",)), "heads of Heads is None"),
+        (LocalCompute(parameters={"mixed.bias2": Shard(0)}), "Heads has no parameter 'mixed.bias2'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(Heads(), mesh, style)

@@ -1,4 +1,4 @@
-"""LocalCompute: run a module on this rank's pieces, for code whose operators have no rule (experts with kernels)."""
+"""LocalCompute: run a module on plain local tensors: experts by features, linear attention by heads, any kernel."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hyper_parallel.rules import (
     is_partial,
     is_replicate,
     is_shard,
+    join_gradients,
     local_of,
     map_dtensors,
     map_structure,
@@ -27,7 +28,10 @@ from hyper_parallel.rules import (
     set_forward,
     taken_as,
     tensors_of,
+    varying_axes,
 )
+from hyper_parallel_tp.styles.call_changes import parameter_names
+from hyper_parallel_tp.styles.colwise_rowwise import base_layer
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["LocalCompute"]
@@ -36,30 +40,53 @@ __all__ = ["LocalCompute"]
 class LocalCompute(ParallelStyle):
     """Run a module on plain local tensors, its parameters included; its output is one term of a sum over the ranks.
 
-    For a module that computes with pieces as it does with the whole: the experts of a mixture, say, of which every rank
-    holds a slice of the hidden features. Inputs are made whole; gradients of inputs and of whole parameters are summed.
+    For a module that computes with shards as it does with the whole: experts of which every rank holds a slice of the
+    hidden features, a linear attention of which it holds some heads. Any function and kernel can be in it, and nothing
+    is dispatched. Inputs are gathered; gradients of inputs and of replicated parameters are summed, those of the
+    parameters in one all-reduce.
+
+    Every tensor that it returns is such a term. A cache holds this rank's heads.
 
     A batch that is laid out over other axes of a larger mesh stays so: each rank computes with its part, and the output
     is laid out over those axes as the first input that is sharded over them.
 
     Args:
-        parameters: placements of the module's own parameters; the others are Replicate.
-        output_layouts: what the sum becomes; default Replicate.
+        parameters: placements of parameters by name, of the module itself or of what is in it
+            (``"in_proj.weight": Shard(0)``, also of a LoRA layer around that projection); the others are Replicate.
+        divided: names of whole numbers, attributes of the module, that count what is sharded (heads, features of all
+            heads): while the module runs they are this rank's share.
+        input_layouts: what a plain first input is; default Replicate. ``Shard(1)`` for sequence parallel: it is
+            gathered, and its gradient reduce-scattered.
+        output_layouts: what the sum becomes; default Replicate, ``Shard(1)`` for a reduce-scatter.
     """
 
     def __init__(
-        self, *, parameters: Mapping[str, Placement] | None = None, output_layouts: Placement | None = None
+        self,
+        *,
+        parameters: Mapping[str, Placement] | None = None,
+        divided: Sequence[str] = (),
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
     ) -> None:
-        self.parameters = dict(parameters or {})
+        self.parameters, self.divided = dict(parameters or {}), tuple(divided)
+        self.input_layouts = checked_placement("input_layouts", input_layouts) or Replicate()
         self.output_layouts = checked_placement("output_layouts", output_layouts) or Replicate()
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """See :class:`ParallelStyle`."""
-        self.place(module, device_mesh, self.parameters)
+        """See :class:`ParallelStyle`.
+
+        Raises:
+            ValueError: there is no such parameter or number, or the ranks do not divide the number.
+        """
+        shares = self._shares(module, device_mesh.size())
+        for name, placement in self.parameters.items():
+            self._place_named(module, name, placement, device_mesh)
         self.replicate(module, device_mesh)
+        first = Boundary([Replicate()], device_mesh, given=[self.input_layouts])
         enter = Boundary([Replicate()], device_mesh)
         leave = Boundary([self.output_layouts], device_mesh, given=[Partial()])
         inner, info = forward_function(module), mesh_info(device_mesh)
+        (axis,), names = info.names, parameter_names(module)[0][:1]
 
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -68,16 +95,59 @@ class LocalCompute(ParallelStyle):
             def whole(value: Any) -> Any:
                 return enter(_on_mesh(value, mesh) if mesh is not info else value)
 
+            args, kwargs = _first_entered(first, names, args, kwargs) if mesh is info else (args, kwargs)
             args, kwargs = map_structure((args, kwargs), whole)
             parameters = _spread_parameters(self)
+            join_gradients([parameter for _, _, parameter in parameters], axis)
             pieces = _Pieces(self, info, _dtensors(args, kwargs), [parameter for _, _, parameter in parameters])
-            with _replaced(parameters, pieces.local):
+            with _replaced(parameters, pieces.local), _shared_out(self, shares):
                 output = inner(self, *map_dtensors(args, pieces.local), **map_dtensors(kwargs, pieces.local))
-
             return map_structure(output, lambda term: leave(pieces.wrapped(term)))
 
         set_forward(module, forward)
         return module
+
+    def _shares(self, module: nn.Module, ranks: int) -> dict[str, int]:
+        """This rank's share of each number that counts what is sharded."""
+        counts = {name: getattr(module, name, None) for name in self.divided}
+        for name, count in counts.items():
+            if not isinstance(count, int) or count % ranks:
+                raise ValueError(
+                    f"LocalCompute(divided={self.divided}): {name} of {type(module).__name__} is {count!r}, no number "
+                    f"that {ranks} ranks divide; use a number of ranks that does, or NoParallel() for this module"
+                )
+        return {name: count // ranks for name, count in counts.items() if count is not None}
+
+    def _place_named(self, module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh) -> None:
+        """Spread one parameter; of a LoRA layer, the factor at the split side too."""
+        path, _, leaf = name.rpartition(".")
+        owner: Any = module.get_submodule(path)
+        layer = base_layer(owner)
+        if leaf not in layer._parameters:
+            raise ValueError(f"LocalCompute: {type(module).__name__} has no parameter {name!r}")
+        self.place(layer, mesh, {leaf: placement})
+        if layer is not owner and leaf == "weight":
+            factors = owner.lora_B if getattr(placement, "dim", None) == 0 else owner.lora_A
+            for factor in factors.values():
+                self.place(factor, mesh, {"weight": placement})
+
+
+def _first_entered(enter: Boundary, names: Sequence[str], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The first input, given by position or by name, as its style says."""
+    if args:
+        return (enter(args[0]), *args[1:]), kwargs
+    return args, {name: enter(value) if name in names else value for name, value in kwargs.items()}
+
+
+@contextmanager
+def _shared_out(module: nn.Module, shares: Mapping[str, int]) -> Iterator[None]:
+    """The module with these numbers in the place of its own."""
+    before = {name: getattr(module, name) for name in shares}
+    vars(module).update(shares)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 class _Pieces:
@@ -123,7 +193,8 @@ class _Pieces:
 
     def local(self, tensor: DTensor) -> torch.Tensor:
         """This rank's piece, which sends back its own term of the gradient where ranks compute different things."""
-        return local_of(tensor, self._gradient(tensor.layout))
+        terms = varying_axes(tensor.layout, self._gradient(tensor.layout))
+        return local_of(remembered(tensor, tensor.layout, tensor.spec.varying | terms))
 
     def _gradient(self, layout: Layout) -> list[Placement]:
         """Placements of the gradient of a piece, for ``grad_placements``."""
