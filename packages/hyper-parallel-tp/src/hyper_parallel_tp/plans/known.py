@@ -12,7 +12,7 @@ from torch import nn
 from hyper_parallel import DeviceMesh
 from hyper_parallel.plugins import default_manager
 from hyper_parallel_tp.parallel_dims import ParallelDims
-from hyper_parallel_tp.plans.transformers import transformers_plan
+from hyper_parallel_tp.plans.completion import completed_plan
 from hyper_parallel_tp.styles.style import ParallelStyle
 
 __all__ = ["GenericPlan", "Recipe", "generic_plan", "known_plan", "recipe_of"]
@@ -65,9 +65,10 @@ def recipe_of(model: nn.Module) -> Recipe | None:
 
 
 def generic_plan(model: nn.Module, dims: ParallelDims) -> GenericPlan | None:
-    """The plan that a model of ``transformers`` carries; None when it carries none."""
-    styles = transformers_plan(model)
-    return None if styles is None else GenericPlan(f"the tp_plan of {type(model).__name__}", styles)
+    """The plan that a model of ``transformers`` carries, completed; None when it carries none and nothing is known of
+    its layers (:mod:`hyper_parallel_tp.plans.completion`)."""
+    found = completed_plan(model, dims.tp)
+    return None if found is None else GenericPlan(*found)
 
 
 def known_plan(model: nn.Module, mesh: DeviceMesh) -> Any:
