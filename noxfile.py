@@ -295,6 +295,12 @@ def random_programs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def models(session: nox.Session) -> None:
+    """Train every model over meshes and options, compare with one device, and write docs/models.md; -- chooses."""
+    run(session, "python", "-m", "tools.model_cells", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Run the benchmarks and print their tables."""
     for script in sorted(ROOT.glob("benchmarks/bench_*.py")):

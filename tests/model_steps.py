@@ -9,8 +9,10 @@ batch, and each token travels to the rank that computes with it and back.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +27,22 @@ from hyper_parallel import (
     redistribute_policy,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # here and on the ranks
+
+from tools.model_cells.zoo import (
+    COMPRESSED_SIZES,
+    DELTA_SIZES,
+    EXPERTS,
+    INDEXER_SIZES,
+    LATENT_SIZES,
+    SIZES,
+    SPECIAL_TOKENS,
+    VISION,
+)
+
 R = Replicate()
 OUT, IN = (R, Shard(0)), (R, Shard(1))  # of a linear layer's weight [out features, in features]
 
-SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 ATTENTION = {
     "**.embed_tokens.weight": OUT,
@@ -100,22 +109,8 @@ LATENT = {
     "**.self_attn.kv_b_proj.weight": OUT,
     "**.self_attn.o_proj.weight": IN,
 }
-LATENT_SIZES = {
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
-    "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
-
-VISION = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-}  # fmt: skip
 
 
-DELTA_SIZES = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32,
-}  # fmt: skip
 QKV = (R, PackedShard(0, (16, 16, 32)))  # queries, keys and values side by side
 DELTA = {
     "**.linear_attn.conv1d.weight": QKV,
@@ -127,9 +122,6 @@ DELTA_NEXT = DELTA | {"**.linear_attn.in_proj_*.weight": OUT}
 DELTA_3_5 = DELTA | {"**.linear_attn.in_proj_qkv.weight": QKV, "**.linear_attn.in_proj_[zba].weight": OUT}
 
 VISION_MLP = {"**.visual.blocks.*.mlp.linear_fc1.*": OUT, "**.visual.blocks.*.mlp.linear_fc2.weight": IN}
-SPECIAL_TOKENS = {
-    "image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127,
-}  # fmt: skip
 
 
 def with_images(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -164,38 +156,12 @@ STEPS = {
     "deepseek_v3": Step("deepseek_v3", LATENT_SIZES, EMBEDDING | LATENT | MOE | SHARED),
     "deepseek_v32": Step(
         "deepseek_v32",
-        LATENT_SIZES
-        | {
-            "index_n_heads": 4,
-            "index_head_dim": 16,
-            "index_topk": 6,
-            "layer_types": ["indexed_attention"] * 2,
-            "mlp_layer_types": ["dense", "sparse"],
-        },
+        LATENT_SIZES | INDEXER_SIZES,
         EMBEDDING | LATENT | MOE | SHARED,
     ),
     "deepseek_v4": Step(
         "deepseek_v4",
-        {  # one latent head for all queries
-            "num_key_value_heads": 1,
-            "q_lora_rank": 32,
-            "qk_rope_head_dim": 8,
-            "head_dim": 16,
-            "o_groups": 2,
-            "o_lora_rank": 16,
-            "index_n_heads": 4,
-            "index_head_dim": 16,
-            "index_topk": 2,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 32,
-            "moe_intermediate_size": 32,
-            "sliding_window": 8,
-            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
-            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-            "mlp_layer_types": ["hash_moe", "moe"],
-        },
+        COMPRESSED_SIZES,
         EMBEDDING
         | MOE
         | SHARED

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from hyper_parallel.analysis.coverage import coverage_of, trace_training_step
-from hyper_parallel.analysis.sample_models import sample_models
+from hyper_parallel.analysis.sample_models import SampleModel, sample_models
 from hyper_parallel.registry import Registry
 
-MODELS = (
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.model_cells.zoo import MODELS, batch_of
+
+TEXT = (
     "llama",
     "qwen3",
     "qwen3_moe",
@@ -20,6 +27,7 @@ MODELS = (
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
+    "gpt_oss",
 )
 # The function by which a model's special part is recognised: a sample without that part would show nothing.
 SPECIAL = {
@@ -31,38 +39,25 @@ SPECIAL = {
     "deepseek_v3": "torch._grouped_mm",
     "deepseek_v32": "torch._grouped_mm",
     "deepseek_v4": "torch.nn.functional.softplus",
+    "gpt_oss": "torch._grouped_mm",
 }
 
 
-def small_vision_model():
-    """Qwen3-VL with an image in the batch."""
-    import transformers
-
-    text = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "pad_token_id": 0,
-    }  # fmt: skip
-    vision = {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
-        "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-    }  # fmt: skip
-    config = transformers.AutoConfig.for_model(
-        "qwen3_vl_moe", text_config=text, vision_config=vision,
-        image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63,
-    )  # fmt: skip
-    model = transformers.AutoModelForImageTextToText.from_config(config)
-    tokens = torch.randint(1, 60, (1, 12))
-    tokens[0, 2], tokens[0, 3:7], tokens[0, 7] = 62, 60, 63  # an image of 4 merged patches
-    image = {"pixel_values": torch.randn(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    types = (tokens == 60).int()
-    return model, {"input_ids": tokens, "labels": tokens.clone(), "mm_token_type_ids": types, **image}
+PICTURES = [name for name, model in MODELS.items() if model.images]
 
 
-@pytest.mark.parametrize("name", [*MODELS, "image"])
+def check(sample):
+    found = coverage_of(trace_training_step(sample), Registry())
+    assert [f"{one.name}: {one.reason}" for one in found if one.status != "ok"] == []
+    return {one.name for one in found}
+
+
+@pytest.mark.parametrize("name", TEXT)
 def test_every_function_of_a_training_step_has_a_rule(name):
     torch.manual_seed(0)
-    samples = sample_models(name if name != "image" else f"{__name__}:small_vision_model")
-    found = coverage_of(trace_training_step(next(samples)), Registry())
-    assert [f"{one.name}: {one.reason}" for one in found if one.status != "ok"] == []
-    assert SPECIAL.get(name, "torch.nn.functional.linear") in {one.name for one in found}
+    assert SPECIAL.get(name, "torch.nn.functional.linear") in check(next(sample_models(name)))
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_every_function_of_a_training_step_with_pictures_has_a_rule(name):
+    assert "torch.nn.functional.layer_norm" in check(SampleModel(MODELS[name].build(), (), batch_of("images", 0)))
