@@ -11,11 +11,13 @@ them, and a table's entry for a function that is gone does nothing.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as outside_of_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileSystemWriter
@@ -67,6 +70,7 @@ __all__ = [
     "new_dtensor",
     "new_local_group",
     "object_device",
+    "outside_of_dispatch_modes",
     "private_functions",
     "pytree",
     "queue_callback",
@@ -80,6 +84,7 @@ __all__ = [
     "skip_package",
     "swap_tensor_impl",
     "threaded_groups",
+    "truncated_normal_by",
     "will_run",
 ]
 
@@ -253,6 +258,19 @@ def checkpoint_classes() -> tuple[Any, ...]:
     from torch.distributed.checkpoint import filesystem, metadata  # only checkpoints load them
 
     return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, filesystem._StoragePrefix
+
+
+@contextlib.contextmanager
+def truncated_normal_by(fill: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, ``torch.nn.init.trunc_normal_`` calls ``fill(draw, tensor, mean, std, a, b, generator=...)``, where
+    ``draw`` is what it called before."""
+    module: Any = torch.nn.init
+    draw = module._no_grad_trunc_normal_
+    module._no_grad_trunc_normal_ = functools.partial(fill, draw)
+    try:
+        yield
+    finally:
+        module._no_grad_trunc_normal_ = draw
 
 
 def fake_store() -> Any:

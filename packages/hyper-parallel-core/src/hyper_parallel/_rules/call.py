@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel import torch_compat
 from hyper_parallel.context import Mode
 from hyper_parallel.errors import RedistributionError
 from hyper_parallel.sharding.layout import Layout
@@ -280,7 +281,8 @@ class Solution:
 
 
 def _on_meta(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    with torch.no_grad():
+    # Whoever watches operators, as selective checkpointing does, is not to see this one: it is not computed again.
+    with torch.no_grad(), torch_compat.outside_of_dispatch_modes():
         named = {name: _as_meta(value) for name, value in kwargs.items()}
         if "device" in named:
             named["device"] = "meta"
