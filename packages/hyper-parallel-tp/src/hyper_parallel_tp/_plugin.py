@@ -9,6 +9,7 @@ HYPER_PARALLEL_API = 1
 _NAMES = {
     "hyper_parallel_tp.styles.attention": ("AttentionParallel",),
     "hyper_parallel_tp.input_reshard": ("input_reshard",),
+    "hyper_parallel_tp.styles.latent_attention": ("LatentAttentionParallel",),
     "hyper_parallel_tp.styles.local_compute": ("LocalCompute",),
     "hyper_parallel_tp.loss.loss_parallel": (
         "gather_tensor_parallel_logits",
@@ -23,6 +24,7 @@ _NAMES = {
     "hyper_parallel_tp.models.shard_batch": ("shard_batch",),
     "hyper_parallel_tp.parallel_dims": ("ParallelDims",),
     "hyper_parallel_tp.parallelize": ("parallelize_module",),
+    "hyper_parallel_tp.styles.positionwise": ("PositionwiseParallel",),
     "hyper_parallel_tp.styles.prepare": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),
     "hyper_parallel_tp.styles.colwise_rowwise": ("ColwiseParallel", "RowwiseParallel"),
     "hyper_parallel_tp.styles.sequence_parallel": ("NoParallel", "SequenceParallel"),

@@ -1,0 +1,1 @@
+"""How the DeepSeek models of ``transformers`` are parallelised: one recipe per family."""

@@ -1,0 +1,168 @@
+"""DeepSeek models in one call, against the same models on one process: gradients, collectives and their bytes."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("hyper_parallel_tp")
+
+from deepseek_models import SIZES, VOCABULARY, batch, check_gradients, model_of
+
+from hyper_parallel import CommTrace, DTensor, ParallelDims, parallelize, parallelize_module
+
+WHOLE = {"sequence_parallel": False, "loss_parallel": False}
+MODES = {"whole": WHOLE, "sequence and loss": {}}
+LENGTH, HIDDEN, BYTES = 11, 32, 4
+
+# Features per position: what attention makes of its input, and what of it only says where to look.
+LATENTS = {
+    "deepseek_v3": [16 + 10 + 4] * 2,
+    "deepseek_v32": [16 + 10 + 4] * 2,
+    "deepseek_v4": [16 + 8, 16 + 8 + 2 * 8, 16 + 8 + 4 * 8],  # a window; with compressed keys; with those of two kinds
+}
+CHOOSING = {"deepseek_v3": [0, 0], "deepseek_v32": [8 + 2] * 2, "deepseek_v4": [0, 0, 2 * 16 + 2]}
+
+
+def step(family, tp, options, **changes):
+    """A step of both models, compared; what the parallel one sent."""
+    checkpointing = changes.pop("checkpointing", "none")
+    single, model = model_of(family, **changes), model_of(family, **changes)
+    wanted = single(**batch(LENGTH))
+    wanted.loss.backward()
+    parallelize(model, ParallelDims(tp=tp), checkpointing=checkpointing, **options)
+    with CommTrace() as trace:
+        output = model(**batch(LENGTH))
+        output.loss.backward()
+    assert isinstance(output.logits, DTensor) == (options is not WHOLE)
+    assert abs(output.loss.item() - wanted.loss.item()) < 1e-6
+    check_gradients(model, single)
+    return trace
+
+
+def sent(trace, phase):
+    """Collectives of activations: all but those of the loss, and of gradients of what is whole."""
+    whole = [e for e in trace.events if e.phase == phase and "loss_utils" not in e.where]
+    return [(e.op, e.nbytes) for e in whole if not (e.phase == "backward" and e.op == "all_reduce" and is_sum(e))]
+
+
+def is_sum(event):
+    """Whether it is the sum of gradients of parameters: they have other sizes than any activation."""
+    return event.change.startswith("gradients of") or event.nbytes == HIDDEN * BYTES
+
+
+def check_whole(family, trace):
+    """One all-reduce each way for attention and for the MLP; that of attention's gradient is of latents only."""
+    size = 2 * LENGTH * BYTES
+    hidden, layers = ("all_reduce", size * HIDDEN), len(LATENTS[family])
+    assert sent(trace, "forward") == [hidden] * (1 + 2 * layers) + [("all_gather", sent(trace, "forward")[-1][1])]
+    back = [[hidden, ("all_reduce", size * latents)] for latents in reversed(LATENTS[family])]
+    assert sent(trace, "backward") == [hidden, *chain(*back)]
+
+
+def check_sequence_parallel(family, trace, tp):
+    """One gather and one scatter each way for attention and for the MLP. Attention gathers latents, in one buffer, and
+    the gradient of those that have one comes back. What is whole in a layer is summed together."""
+    size = 2 * -(-LENGTH // tp) * tp * BYTES  # shards are as long as the longest one
+    gather, scatter = ("all_gather", size * HIDDEN), ("reduce_scatter", size * HIDDEN)
+    ahead = [
+        [("all_gather", size * (latents + choosing)), scatter, gather, scatter]
+        for latents, choosing in zip(LATENTS[family], CHOOSING[family], strict=True)
+    ]
+    back = [[gather, scatter, gather, ("reduce_scatter", size * latents)] for latents in reversed(LATENTS[family])]
+    assert sent(trace, "forward") == [scatter, *chain(*ahead), gather]
+    assert sent(trace, "backward") == [scatter, *chain(*back), gather]
+    sums = [e for e in trace.events if e.phase == "backward" and e.op == "all_reduce"]
+    streams = family == "deepseek_v4"  # what joins its residual streams at the end has parameters too
+    assert len(sums) == len(LATENTS[family]) + 1 + streams
+
+
+def check_step(family, mode, tp):
+    trace = step(family, tp, MODES[mode])
+    if mode == "whole":
+        check_whole(family, trace)
+    else:
+        check_sequence_parallel(family, trace, tp)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_on_two_ranks(family, mode):
+    check_step(family, mode, 2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_on_four_ranks(family, mode):
+    check_step(family, mode, 4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_activation_checkpointing(family, checkpointing):
+    step(family, 2, {}, checkpointing=checkpointing, tie_word_embeddings=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "changes",
+    [{"q_lora_rank": None}, {"attention_bias": True, "rope_interleave": False}, {"first_k_dense_replace": 0}],
+    ids=str,
+)
+def test_other_forms_of_deepseek_v3(mode, changes):
+    step("deepseek_v3", 2, MODES[mode], **changes)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_with_a_cache(family, mode):
+    single, model = model_of(family).eval(), model_of(family)
+    parallelize(model, ParallelDims(tp=2), **MODES[mode]).eval()
+    ids = batch()["input_ids"]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), single.generate(ids, **options))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", SIZES)
+def test_adapters_on_projections(family):
+    peft = pytest.importorskip("peft")
+    names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "kv_proj", "o_b_proj"]
+    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(model_of(family), config))
+    single, model = models
+    parallelize(model, ParallelDims(tp=2))
+    for each in models:
+        each(**batch()).loss.backward()
+    check_gradients(model, single)
+    assert any(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", SIZES)
+def test_parallelize_module_takes_the_plan(family):
+    single, model = model_of(family), model_of(family)
+    parallelize_module(model, ParallelDims(tp=2).get_mesh("tp"))
+    for each in (single, model):
+        output = each(**batch())
+        output.loss.backward()
+    assert type(output.logits) is torch.Tensor
+    assert output.logits.shape == (2, LENGTH, VOCABULARY)
+    check_gradients(model, single)
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_do_not_divide_the_heads():
+    with pytest.raises(ValueError, match="4 ranks do not divide num_heads=6"):
+        parallelize(model_of("deepseek_v3", num_attention_heads=6, num_key_value_heads=6), ParallelDims(tp=4))
+    with pytest.raises(ValueError, match=r"4 ranks do not divide config\.o_groups=2"):
+        parallelize(model_of("deepseek_v4", o_groups=2), ParallelDims(tp=4))
