@@ -94,14 +94,14 @@ def test_no_rank_reads_more_than_it_holds(tmp_path, monkeypatch):
     net.w = as_parameter(make(torch.arange(21.0).reshape(7, 3), mesh_of((4,)), [Shard(0)]), nn.Parameter(torch.ones(1)))
     save_safetensors(net, tmp_path)
     read = []
-    original = stored_tensors.StoredValue.block
+    original = stored_tensors.StoredValue.make
 
-    def block(self, bounds):
+    def counted(self, bounds):
         found = original(self, bounds)
         read.append(found.numel())
         return found
 
-    monkeypatch.setattr(stored_tensors.StoredValue, "block", block)
+    monkeypatch.setattr(stored_tensors.StoredValue, "make", counted)
     load_safetensors(net, tmp_path)
     assert sum(read) == net.w.to_local().numel()
 

@@ -262,8 +262,8 @@ def checkpoint_classes() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def truncated_normal_by(fill: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, ``torch.nn.init.trunc_normal_`` calls ``fill(draw, tensor, mean, std, a, b, generator=...)``, where
-    ``draw`` is what it called before."""
+    """While it lasts, ``torch.nn.init.trunc_normal_`` calls ``fill(draw, tensor, mean, std, a, b, generator=...)``; by
+    ``draw`` it does what it did before."""
     module: Any = torch.nn.init
     draw = module._no_grad_trunc_normal_
     module._no_grad_trunc_normal_ = functools.partial(fill, draw)

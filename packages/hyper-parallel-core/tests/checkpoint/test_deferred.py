@@ -19,7 +19,7 @@ class Counted(DeferredValue):
         super().__init__(tensor.shape, tensor.dtype)
         self.tensor, self.read = tensor, 0
 
-    def block(self, bounds):
+    def make(self, bounds):
         found = self.tensor[tuple(slice(a, b) for a, b in bounds)]
         self.read += found.numel()
         return found
@@ -102,6 +102,8 @@ class Net(nn.Module):
         self.register_buffer("angles", 1.0 / (10000 ** (torch.arange(0, 600, 2) / 600)), persistent=False)
         self.plain = torch.arange(700.0)
         nn.init.trunc_normal_(self.up.weight, std=0.02)
+        self.bounded = nn.Parameter(nn.init.trunc_normal_(torch.empty(40, 40), a=-0.5, b=0.5))  # draws until all fit
+        self.far = nn.Parameter(nn.init.trunc_normal_(torch.empty(40, 40), a=1.5, b=3))
         nn.init.orthogonal_(self.tied.weight[:40])
         with torch.no_grad():
             self.up.weight[3:5].mul_(3)

@@ -93,7 +93,7 @@ class _ScaledValue(DeferredValue):
                 f"and columns{'' if block_size is None else f' of {tuple(block_size)}'}"
             )
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         numbers = self._unpacked(bounds) if self._packed else self._numbers.block(bounds).to(torch.float32)
         if len(self._scales.shape) < 2:
             return numbers * _as_factors(self._scales.whole())
@@ -120,7 +120,7 @@ class _MXFP4Value(DeferredValue):
         super().__init__((experts, groups * width * 2, rows), torch.float32)
         self._blocks, self._scales, self._width = blocks, scales, width * 2
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         experts, (start, stop), rows = bounds
         groups = (start // self._width, -(-stop // self._width))
         numbers = _two_by_two(self._blocks.block((experts, rows, groups, (0, self._width // 2))))

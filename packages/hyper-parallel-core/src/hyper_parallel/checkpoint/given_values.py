@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.checkpoint.deferred.tensor import value_of
-from hyper_parallel.checkpoint.deferred.values import one_tensor
+from hyper_parallel.checkpoint.deferred.values import blocks_of
 from hyper_parallel.checkpoint.model_state import canonical, ties
 from hyper_parallel.tensor.dcp_protocol import blocks
 from hyper_parallel.tensor.dtensor import DTensor
@@ -53,13 +53,12 @@ def give_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copy into a tensor, or a DTensor of which this rank has blocks, what it has of other values."""
     value = value_of(values)
-    with one_tensor():
-        if not isinstance(target, DTensor):
-            target.copy_(value.block(tuple((0, n) for n in target.shape)))
-            return
-        before_write(target)
-        local = target._resolve()
-        for offsets, sizes, place in blocks(target):
-            if sizes.numel():
-                bounds = tuple((at, at + n) for at, n in zip(offsets, sizes, strict=True))
-                local[place].copy_(value.block(bounds))
+    if not isinstance(target, DTensor):
+        target.copy_(value.whole())
+        return
+    before_write(target)
+    local = target._resolve()
+    held = [(offsets, sizes, place) for offsets, sizes, place in blocks(target) if sizes.numel()]
+    places = [tuple((at, at + n) for at, n in zip(offsets, sizes, strict=True)) for offsets, sizes, _ in held]
+    for (_, _, place), part in zip(held, blocks_of(value, places), strict=True):
+        local[place].copy_(part)

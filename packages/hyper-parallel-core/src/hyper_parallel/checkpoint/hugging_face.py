@@ -21,7 +21,7 @@ from hyper_parallel.checkpoint.block_scales import block_size_of, with_scales_ap
 from hyper_parallel.checkpoint.deferred.tensor import deferred, value_of
 from hyper_parallel.checkpoint.deferred.values import Bounds, DeferredValue
 from hyper_parallel.checkpoint.given_values import fill
-from hyper_parallel.checkpoint.model_state import canonical, second_names, ties
+from hyper_parallel.checkpoint.model_state import canonical, ties
 from hyper_parallel.checkpoint.replaced_export import (
     INDEX,
     discard_unfinished,
@@ -177,7 +177,7 @@ class _GatheredValue(DeferredValue):
         self.name = name
         self.gathered: torch.Tensor | None = None
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         assert self.gathered is not None
         return self.gathered[tuple(slice(a, b) for a, b in bounds) or ...]
 
@@ -198,7 +198,7 @@ def _to_write(model: nn.Module) -> tuple[dict[str, Any], list[_FileTensor], dict
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; safetensors files hold tensors only")
-    first = second_names(model, state)
+    first = _stored_under(model, state)
     without_memory = {name: deferred(_GatheredValue(name, tensor)) for name, tensor in state.items()}
     outputs = [_output(name, tensor) for name, tensor in for_files(model, without_memory).items()]
     kept = [o for o in outputs if not any(p.name in first for p in o.parameters)]
@@ -209,6 +209,16 @@ def _to_write(model: nn.Module) -> tuple[dict[str, Any], list[_FileTensor], dict
         if isinstance(o.value, _GatheredValue) and o.value.name in first
     }
     return state, kept, tied
+
+
+def _stored_under(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """For each name of a tied tensor that is not written the one that is: the first, unless the model says which."""
+    follow = getattr(model, "all_tied_weights_keys", None) or ()
+    found = {}
+    for group in ties(model):
+        names = sorted((name for name in group if name in state), key=lambda name: name in follow)
+        found.update(dict.fromkeys(names[1:], names[0]))
+    return found
 
 
 def _output(name: str, tensor: torch.Tensor) -> _FileTensor:

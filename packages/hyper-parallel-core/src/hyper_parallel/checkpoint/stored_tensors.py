@@ -36,7 +36,7 @@ class StoredValue(DeferredValue):
         super().__init__(part.get_shape(), _DTYPES[part.get_dtype()])
         self._file, self._name = file, name
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         part: Any = self._file.get_slice(self._name)
         read: torch.Tensor = part[tuple(slice(a, b) for a, b in bounds) or ...]
         return read

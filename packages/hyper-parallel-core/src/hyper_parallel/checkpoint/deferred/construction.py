@@ -7,13 +7,15 @@ Small tensors are made at once, for code that looks at them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hyper_parallel.checkpoint.deferred.tensor import DeferredTensor, Scratch, run_deferred, value_of
+from hyper_parallel import torch_compat
+from hyper_parallel.checkpoint.deferred.tensor import DeferredTensor, Scratch, draw_into, run_deferred, value_of
 from hyper_parallel.checkpoint.model_state import canonical
 from hyper_parallel.torch_compat import TorchDispatchMode, pytree
 
@@ -45,7 +47,9 @@ def build_on_meta(make: Callable[[], Module], *, draw: bool = True) -> tuple[Mod
         The module, its parameters and buffers on the meta device; and by name the values that they have: for
         :func:`give_values`.
     """
-    with torch.device("cpu"), _DeferLarge(draw), torch.random.fork_rng(devices=[], enabled=not draw):
+    scratch = Scratch() if draw else None
+    truncated = torch_compat.truncated_normal_by(functools.partial(_truncated_normal, scratch))
+    with torch.device("cpu"), _DeferLarge(scratch), truncated, torch.random.fork_rng(devices=[], enabled=not draw):
         if not draw:
             torch.default_generator.manual_seed(0)  # what is drawn all the same is equal on all ranks
         module = make()
@@ -75,12 +79,19 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     return empty
 
 
+def _truncated_normal(scratch: Scratch | None, draw: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """As one draw: it goes on until all numbers fit, looking at them, and would be recorded step by step."""
+    if isinstance(tensor, DeferredTensor):
+        return draw_into(draw, tensor, args, kwargs, scratch)
+    return draw(tensor, *args, **kwargs)
+
+
 class _DeferLarge(TorchDispatchMode):
     """Records what makes large tensors, and what is done to them."""
 
-    def __init__(self, draw: bool) -> None:
+    def __init__(self, scratch: Scratch | None) -> None:
         super().__init__()
-        self._scratch = Scratch() if draw else None
+        self._scratch = scratch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

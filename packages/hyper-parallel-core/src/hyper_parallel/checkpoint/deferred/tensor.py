@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,16 @@ import torch
 
 from hyper_parallel import torch_compat
 from hyper_parallel.checkpoint.deferred.rules import OVERWRITES, SAME, draws, result_of, view_of
-from hyper_parallel.checkpoint.deferred.values import DeferredValue, KnownValue, WrittenValue
+from hyper_parallel.checkpoint.deferred.values import (
+    DeferredValue,
+    DrawnValue,
+    FilledValue,
+    KnownValue,
+    WrittenValue,
+)
 from hyper_parallel.torch_compat import pytree
 
-__all__ = ["DeferredTensor", "Scratch", "deferred", "run_deferred", "value_of", "without_memory"]
+__all__ = ["DeferredTensor", "Scratch", "deferred", "draw_into", "run_deferred", "value_of", "without_memory"]
 
 
 class _SharedValue:
@@ -200,11 +207,26 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], scratch: Sc
     value = result_of(func, (before, *_values(rest)), _values(kwargs), without_memory(target), None)
     if scratch is not None and draws(func):
         func(scratch.like(target), *rest, **kwargs)
-    if not target.steps:
-        target.cell.value = value
-    else:
-        target.cell.value = WrittenValue(target.cell.value, _through(target.steps), value)
+    _set(target, value)
     return target
+
+
+def draw_into(func: Any, target: DeferredTensor, args: Any, kwargs: dict[str, Any], scratch: Scratch | None) -> Any:
+    """Record a function that fills its first argument with what it draws, however it does that."""
+    shape, dtype = tuple(target.shape), target.dtype
+    there = functools.partial(torch.empty_strided, shape, target.stride(), dtype=dtype)
+    value = DrawnValue(shape, dtype, func, (FilledValue(shape, dtype, lambda _: there()), *args), kwargs)
+    if scratch is not None:
+        func(scratch.like(target), *args, **kwargs)
+    _set(target, value)
+    return target
+
+
+def _set(target: DeferredTensor, value: DeferredValue) -> None:
+    """Give a tensor, which may be a view, another value."""
+    if target.steps:
+        value = WrittenValue(target.cell.value, _through(target.steps), value)
+    target.cell.value = value
 
 
 def _through(views: Sequence[_ViewStep]) -> Any:

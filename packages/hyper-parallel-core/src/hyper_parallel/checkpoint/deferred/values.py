@@ -26,12 +26,13 @@ __all__ = [
     "FilledValue",
     "JoinedValue",
     "KnownValue",
+    "MadeWholeValue",
     "PermutedValue",
     "PointwiseValue",
     "ReshapedValue",
     "DeferredValue",
     "WrittenValue",
-    "one_tensor",
+    "blocks_of",
 ]
 
 Bounds = tuple[tuple[int, int], ...]
@@ -52,6 +53,13 @@ class DeferredValue:
 
     def block(self, bounds: Bounds) -> torch.Tensor:
         """The part inside of the bounds, which the caller does not write."""
+        if _sharing is not None:
+            return _sharing.block(self, bounds)
+        with _shared_parts(self) as sharing:
+            return sharing.block(self, bounds)
+
+    def make(self, bounds: Bounds) -> torch.Tensor:
+        """What :meth:`block` gives, anew."""
         raise NotImplementedError
 
     def inputs(self) -> list[DeferredValue]:
@@ -70,7 +78,7 @@ class KnownValue(DeferredValue):
         super().__init__(tensor.shape, tensor.dtype)
         self.tensor = tensor
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         return self.tensor[_slices(bounds)]
 
 
@@ -81,7 +89,7 @@ class FilledValue(DeferredValue):
         super().__init__(shape, dtype)
         self._make = make
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         made: torch.Tensor = self._make(_sizes(bounds))
         return made
 
@@ -95,7 +103,7 @@ class PointwiseValue(DeferredValue):
         super().__init__(shape, dtype)
         self._func, self._args, self._kwargs, self._in_place = func, args, kwargs, in_place
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         args, kwargs = _with_tensors((self._args, self._kwargs), lambda value: value.block(_expanded(value, bounds)))
         if self._in_place:
             args = (args[0].clone(), *args[1:])
@@ -110,7 +118,7 @@ class JoinedValue(DeferredValue):
         super().__init__(shape, dtype)
         self._parts, self._dim = parts, dim
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         start, stop = bounds[self._dim]
         found, at = [], 0
         for part in self._parts:
@@ -130,7 +138,7 @@ class PermutedValue(DeferredValue):
         super().__init__([source.shape[d] for d in dims], source.dtype)
         self._source, self._dims = source, tuple(dims)
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         inside = [(0, 0)] * len(bounds)
         for d, range_ in zip(self._dims, bounds, strict=True):
             inside[d] = range_
@@ -144,7 +152,7 @@ class CutValue(DeferredValue):
         super().__init__(_sizes(bounds), source.dtype)
         self._source, self._starts = source, [start for start, _ in bounds]
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         return self._source.block(tuple((s + a, s + b) for s, (a, b) in zip(self._starts, bounds, strict=True)))
 
 
@@ -155,7 +163,7 @@ class ExpandedValue(DeferredValue):
         super().__init__(shape, source.dtype)
         self._source = source
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         return self._source.block(_expanded(self._source, bounds)).expand(_sizes(bounds))
 
 
@@ -170,7 +178,7 @@ class ReshapedValue(DeferredValue):
         super().__init__(shape, source.dtype)
         self._source, self._groups = source, _groups(source.shape, self.shape)
 
-    def block(self, bounds: Bounds) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         if any(a >= b for a, b in bounds):
             return torch.empty(_sizes(bounds), dtype=self.dtype)
         if self._groups is None:
@@ -192,24 +200,11 @@ class ReshapedValue(DeferredValue):
         return wide[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(bounds, after, strict=True))]
 
 
-class _MadeWhole(DeferredValue):
-    """Made all at once; kept while :func:`one_tensor` lasts."""
-
-    def _all(self) -> torch.Tensor:
-        raise NotImplementedError
-
-    def whole(self) -> torch.Tensor:
-        if _kept is None:
-            return self._all()
-        if self not in _kept:
-            _kept[self] = self._all()
-        return _kept[self]
-
-    def block(self, bounds: Bounds) -> torch.Tensor:
-        return self.whole()[_slices(bounds)]
+class MadeWholeValue(DeferredValue):
+    """Made all at once, however little of it is asked for."""
 
 
-class ComputedValue(_MadeWhole):
+class ComputedValue(MadeWholeValue):
     """What a function gives for whole tensors: one of its results."""
 
     def __init__(
@@ -218,11 +213,11 @@ class ComputedValue(_MadeWhole):
         super().__init__(shape, dtype)
         self._func, self._args, self._kwargs, self._index = func, args, kwargs, index
 
-    def _all(self) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         args, kwargs = _with_tensors((self._args, self._kwargs), lambda value: value.whole())
         result: Any = self._func(*args, **kwargs)
         made: torch.Tensor = result if self._index is None else result[self._index]
-        return made
+        return made[_slices(bounds)]
 
 
 class DrawnValue(ComputedValue):
@@ -235,16 +230,16 @@ class DrawnValue(ComputedValue):
         self._generator: torch.Generator = kwargs.get("generator") or torch.default_generator
         self._state = self._generator.get_state()
 
-    def _all(self) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         before = self._generator.get_state()
         self._generator.set_state(self._state)
         try:
-            return super()._all()
+            return super().make(bounds)
         finally:
             self._generator.set_state(before)
 
 
-class WrittenValue(_MadeWhole):
+class WrittenValue(MadeWholeValue):
     """A value into a view of which another one was copied.
 
     Args:
@@ -259,24 +254,74 @@ class WrittenValue(_MadeWhole):
         super().__init__(base.shape, base.dtype)
         self._base, self._view, self._values = base, view, values
 
-    def _all(self) -> torch.Tensor:
+    def make(self, bounds: Bounds) -> torch.Tensor:
         made = self._base.whole().clone()
         self._view(made).copy_(self._values.whole())
-        return made
+        return made[_slices(bounds)]
 
 
-_kept: dict[DeferredValue, torch.Tensor] | None = None
+class _Sharing:
+    """What is needed several times while one block is made: it is made once, and kept until its last use.
+
+    Without this, an algorithm that goes on until its numbers fit, and reads the last ones twice, would make them as
+    often as there are ways through it.
+    """
+
+    def __init__(self, of: DeferredValue) -> None:
+        self._uses: dict[DeferredValue, int] = {}
+        waiting = [of]
+        while waiting:
+            for part in waiting.pop().inputs():
+                self._uses[part] = self._uses.get(part, 0) + 1
+                if self._uses[part] == 1:
+                    waiting.append(part)
+        self._made: dict[tuple[DeferredValue, Bounds], torch.Tensor] = {}
+        self._left: dict[tuple[DeferredValue, Bounds], int] = {}
+
+    def block(self, value: DeferredValue, bounds: Bounds) -> torch.Tensor:
+        if self._uses.get(value, 1) == 1:
+            return value.make(bounds)
+        whole = tuple((0, n) for n in value.shape) if isinstance(value, MadeWholeValue) else bounds
+        key = (value, whole)
+        if key not in self._made:
+            self._made[key], self._left[key] = value.make(whole), self._uses[value]
+        made = self._made[key]
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._made[key], self._left[key]
+        return made if whole == bounds else made[_slices(bounds)]
+
+
+_sharing: _Sharing | None = None
 
 
 @contextlib.contextmanager
-def one_tensor() -> Iterator[None]:
-    """While the blocks of one tensor are made: what has to be made whole is made once, not once for each block."""
-    global _kept
-    before, _kept = _kept, {}
+def _shared_parts(of: DeferredValue) -> Iterator[_Sharing]:
+    global _sharing
+    _sharing = _Sharing(of)
     try:
-        yield
+        yield _sharing
     finally:
-        _kept = before
+        _sharing = None
+
+
+def blocks_of(value: DeferredValue, places: Sequence[Bounds]) -> Iterator[torch.Tensor]:
+    """Several blocks of a value, which is made once where it can only be made whole."""
+    whole = value.whole() if len(places) > 1 and _is_made_whole(value) else None
+    for bounds in places:
+        yield value.block(bounds) if whole is None else whole[_slices(bounds)]
+
+
+def _is_made_whole(value: DeferredValue) -> bool:
+    seen, waiting = {value}, [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, MadeWholeValue):
+            return True
+        new = [source for source in part.inputs() if source not in seen]
+        seen.update(new)
+        waiting += new
+    return False
 
 
 def _with_tensors(nested: Any, made: Callable[[DeferredValue], torch.Tensor]) -> Any:
