@@ -84,3 +84,9 @@ def test_where_the_shards_of_a_reshaped_tensor_are(name):
     old, new, before, after = KEPT[name]
     found, _ = reshaped_layout(described((2, 2), len(old)).with_placements(before), old, new, Partial())
     assert found.placements == tuple(after.get(a, Replicate()) for a in range(2))
+
+
+def test_an_axis_of_one_rank_stays_beside_the_axis_before_it():
+    """Rows of a batch over two data axes, of which one has one rank: a sequence is not a place for it."""
+    layout = described((2, 1), 2).with_placements({0: Shard(0), 1: Shard(0)})
+    assert reshaped_layout(layout, (22, 4), (2, 11, 4), Partial())[0].placements == (Shard(0), Shard(0))

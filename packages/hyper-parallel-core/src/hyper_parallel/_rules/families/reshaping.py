@@ -76,6 +76,8 @@ def split_cuts(cuts: Cuts, factors: Sequence[int]) -> list[Cuts] | None:
             at = 0
             while at < len(factors) - 1 and lengths[at] <= {0, 1}:
                 at += 1
+            if cut.parts == 1:  # an axis of one rank cuts nothing, so it stays beside the one before
+                at = max((index for index, own in enumerate(found) if own), default=0)
         else:
             at = _factor_of_sections(cut.sections, factors)
             row = math.prod(factors[1:])
