@@ -10,7 +10,7 @@ pytest.importorskip("hyper_parallel_tp")
 
 from deepseek_models import SIZES, VOCABULARY, batch, check_gradients, model_of
 
-from hyper_parallel import CommTrace, DTensor, ParallelDims, parallelize, parallelize_module
+from hyper_parallel import CommTrace, DTensor, ParallelDims, parallelize, parallelize_module, shard_batch
 
 WHOLE = {"sequence_parallel": False, "loss_parallel": False}
 MODES = {"whole": WHOLE, "sequence and loss": {}}
@@ -161,8 +161,29 @@ def test_parallelize_module_takes_the_plan(family):
 
 
 @pytest.mark.ranks(4)
+def test_the_loss_of_the_router():
+    """Its logits are whole on every rank, and so is the gradient that this loss gives them."""
+    step("deepseek_v4", 4, {}, output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+@pytest.mark.ranks(4)
 def test_ranks_that_do_not_divide_the_heads():
     with pytest.raises(ValueError, match="4 ranks do not divide num_heads=6"):
         parallelize(model_of("deepseek_v3", num_attention_heads=6, num_key_value_heads=6), ParallelDims(tp=4))
     with pytest.raises(ValueError, match=r"4 ranks do not divide config\.o_groups=2"):
         parallelize(model_of("deepseek_v4", o_groups=2), ParallelDims(tp=4))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("as_dtensor", [False, True])
+@pytest.mark.parametrize("data", ["dp_shard", "dp_replicate"])
+def test_with_data_ranks(family, as_dtensor, data):
+    """One of them has more labels than the other."""
+    pytest.importorskip("hyper_parallel_fsdp")
+    single, model = model_of(family), model_of(family)
+    dims = ParallelDims(tp=2, **{data: 2})
+    parallelize(model, dims)
+    single(**batch()).loss.backward()
+    model(**shard_batch(batch(), dims, as_dtensor=as_dtensor)).loss.backward()
+    check_gradients(model, single)

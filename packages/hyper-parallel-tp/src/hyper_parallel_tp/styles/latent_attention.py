@@ -18,7 +18,17 @@ import torch
 from torch import nn
 
 from hyper_parallel import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
-from hyper_parallel.rules import Boundary, fit_rank, forward_function, mesh_info, set_forward
+from hyper_parallel.rules import (
+    Boundary,
+    fit_rank,
+    forward_function,
+    is_shard,
+    map_structure,
+    mesh_info,
+    remembered,
+    set_forward,
+    taken_as,
+)
 from hyper_parallel_tp.styles.call_changes import parameter_names
 from hyper_parallel_tp.styles.colwise_rowwise import base_layer
 from hyper_parallel_tp.styles.gather_together import gather_together
@@ -157,6 +167,9 @@ class LatentAttentionParallel(ParallelStyle):
             args, hidden = (args[1:], args[0]) if args else (args, kwargs.pop(first))
             hidden, others = enter(hidden), list[Any]()
             given = _given_latents(self, hidden, wanted, forgotten, axis) if wanted else []
+            rows = _rows(hidden, axis)
+            if rows:
+                args, kwargs = map_structure((args, kwargs), lambda value: _with_rows(value, hidden, rows))
             like = (hidden.shape[-1], hidden.dtype)
             first_input = None if wanted else hidden
             result = inner(self, first_input, *args, given=given, like=like, others=others, **kwargs)
@@ -261,6 +274,23 @@ def _divided(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[No
     finally:
         for owner, leaf, value in reversed(kept):
             owner.__dict__[leaf] = value
+
+
+def _rows(hidden: DTensor, axis: str) -> dict[int, Placement]:
+    """The axes over which the rows of the batch are spread, in the mesh of a batch that is laid out."""
+    axes = zip(hidden.layout.info.names, hidden.placements, strict=True)
+    return {index: p for index, (name, p) in enumerate(axes) if name != axis and is_shard(p) and p.dim == 0}
+
+
+def _with_rows(value: torch.Tensor, hidden: DTensor, rows: Mapping[int, Placement]) -> torch.Tensor:
+    """What comes with the hidden states (masks, positions), with as many rows on each rank."""
+    if not value.ndim or value.shape[0] != hidden.shape[0]:
+        return value
+    if not isinstance(value, DTensor):
+        value = taken_as(value, hidden.layout.replicated(value.ndim))
+    if value.layout.info is not hidden.layout.info:
+        return value
+    return remembered(value, value.layout.with_placements(rows))
 
 
 def _by_heads(value: Any, hidden: DTensor, axis: str) -> Any:
