@@ -325,7 +325,8 @@ def test_code_of_a_folder_is_run_only_when_asked_for(tmp_path):
 def test_files_that_do_not_fit(tmp_path):
     model = hub.plain_model("qwen3_moe")
     tensors = hub.one_by_one(model.state_dict())
-    del tensors["model.layers.0.mlp.experts.2.up_proj.weight"], tensors["model.norm.weight"]
+    for name in ("layers.0.mlp.experts.2.up_proj", "layers.0.mlp.experts.3.up_proj", "norm"):
+        del tensors[f"model.{name}.weight"]
     tensors["model.layers.1.self_attn.o_proj.weight"] = torch.ones(3, 3, dtype=torch.bfloat16)
     tensors["model.layers.1.self_attn.q_proj.weight"] = torch.ones(64, 64, dtype=torch.int8)
     tensors["strange.weight"] = torch.ones(3)
@@ -333,7 +334,8 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(CheckpointError) as error:
         load_pretrained(tmp_path / "hub", ParallelDims(world_size=1))
     for part in (
-        "missing in the files: model.layers.0.mlp.experts.2.up_proj.weight, model.norm.weight",
+        "missing in the files: model.layers.0.mlp.experts.2.up_proj.weight, ",
+        " model.layers.0.mlp.experts.3.up_proj.weight, model.norm.weight\n",
         "only in the files: strange.weight",
         "model.layers.1.self_attn.o_proj.weight has shape (3, 3) in the file, (64, 64) in the model",
         "q_proj.weight is torch.int8 in the file without scales that are known here, torch.bfloat16 in the model",

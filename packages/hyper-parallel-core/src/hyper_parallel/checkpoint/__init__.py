@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from hyper_parallel.checkpoint.deferred.construction import build_on_meta
 from hyper_parallel.checkpoint.folder import CheckpointReader, CheckpointWriter
 from hyper_parallel.checkpoint.given_values import give_memory, give_values
-from hyper_parallel.checkpoint.hugging_face import load_safetensors, save_safetensors
+from hyper_parallel.checkpoint.hugging_face import load_safetensors
 from hyper_parallel.checkpoint.model_state import get_model_state_dict, set_model_state_dict
 from hyper_parallel.checkpoint.optimizer_state import Optimizers, get_optimizer_state_dict, set_optimizer_state_dict
+from hyper_parallel.checkpoint.saved_safetensors import save_safetensors
 from hyper_parallel.checkpoint.saving import async_save, load, save
 from hyper_parallel.checkpoint.stored_tensors import stored_dtype
 from hyper_parallel.checkpoint.whole_tensors import full_tensors

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.checkpoint.hugging_face import Attempts, raise_everywhere, save_safetensors
+from hyper_parallel.checkpoint.saved_safetensors import Attempts, raise_everywhere, save_safetensors
 
 __all__ = ["save_spread_model"]
 
