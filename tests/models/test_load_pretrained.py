@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -309,8 +310,10 @@ def test_weights_that_are_quantised_in_other_ways(tmp_path, method):
     )
 
 
-def test_code_of_a_folder_is_run_only_when_asked_for(tmp_path):
-    configuration("llama").save_pretrained(tmp_path)
+def test_code_of_a_folder_is_run_only_when_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    hub.plain_model("llama").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     classes = {"AutoConfig": "model.OwnConfig", "AutoModelForCausalLM": "model.Own"}
     (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "own", "auto_map": classes}))
@@ -320,6 +323,9 @@ def test_code_of_a_folder_is_run_only_when_asked_for(tmp_path):
         "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
     refuse(tmp_path, r"is code in that folder, which would be run; read it, and pass trust_remote_code=True")
+    model = load_pretrained(tmp_path, ParallelDims(world_size=1), trust_remote_code=True)
+    assert type(model).__name__ == "Own"
+    check_equal(model, hub.plain_model("llama"))
 
 
 def test_files_that_do_not_fit(tmp_path):

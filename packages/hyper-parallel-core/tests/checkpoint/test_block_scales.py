@@ -41,7 +41,9 @@ def test_float8_with_a_scale_for_each_block(shape, block, stated):
 
 def test_one_scale_for_all():
     numbers = torch.randn(4, 6).to(torch.float8_e5m2)
-    found = with_scales_applied(files(a__weight=numbers, a__qscale_weight=torch.tensor(0.5)), None)
+    scales = {"a__qscale_weight": torch.tensor(0.5), "a__qscale_act": torch.tensor(2.0)}
+    found = with_scales_applied(files(a__weight=numbers, **scales), None)
+    assert list(found) == ["a.weight"]
     check(found["a.weight"], numbers.float() / 2)
 
 

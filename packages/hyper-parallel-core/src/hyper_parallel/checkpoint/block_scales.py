@@ -43,7 +43,8 @@ def with_scales_applied(
         if scale is not None and _is_scaled(tensor.dtype, stored[scale].dtype):
             found[name] = deferred(_ScaledValue(name, value_of(tensor), value_of(stored[scale]), block_size))
             found.pop(scale)
-            found.pop(name.removesuffix("weight") + "activation_scale", None)
+            for other in ("activation_scale", "qscale_act"):  # of inputs, for kernels of 8 bits
+                found.pop(name.removesuffix("weight") + other, None)
         elif name.endswith("_blocks") and tensor.dtype is torch.uint8:
             scale = name.removesuffix("blocks") + "scales"
             if scale in stored:

@@ -161,6 +161,8 @@ def _dtype(given: torch.dtype | str | None, config: Any, folder: Path | None) ->
 
 def _class_of(library: Any, config: Any, folder: Path | None, trust_remote_code: bool) -> type[nn.Module] | None:
     """The class that a configuration names; None: the one that ``transformers`` has for its type."""
+    if trust_remote_code and getattr(config, "auto_map", None):
+        return None
     for name in getattr(config, "architectures", None) or ():
         found: type[nn.Module] | None = getattr(library, name, None)
         if found is not None:
@@ -182,10 +184,11 @@ def _has_its_own_code(library: Any, config: Any) -> bool:
 
 
 def _auto_class(library: Any, config: Any) -> Any:
-    for auto in (library.AutoModelForCausalLM, library.AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or {}):
-            return auto
-    return library.AutoModelForCausalLM  # whose error lists what there is
+    """The first that knows a configuration, code in its folder before the library's."""
+    autos = (library.AutoModelForCausalLM, library.AutoModelForImageTextToText)
+    by_folder = [auto for auto in autos if auto.__name__ in (getattr(config, "auto_map", None) or {})]
+    by_library = [auto for auto in autos if type(config) in auto._model_mapping]
+    return (by_folder + by_library + [autos[0]])[0]  # whose error lists what there is
 
 
 def _code_of_its_own(folder: Path) -> ValueError:
