@@ -10,7 +10,7 @@ pytest.importorskip("hyper_parallel_tp")
 
 from deepseek_models import SIZES, VOCABULARY, batch, check_gradients, model_of
 
-from hyper_parallel import CommTrace, DTensor, ParallelDims, parallelize, parallelize_module, shard_batch
+from hyper_parallel import CommTrace, DTensor, ParallelDims, Replicate, parallelize, parallelize_module, shard_batch
 
 WHOLE = {"sequence_parallel": False, "loss_parallel": False}
 MODES = {"whole": WHOLE, "sequence and loss": {}}
@@ -26,7 +26,7 @@ CHOOSING = {"deepseek_v3": [0, 0], "deepseek_v32": [8 + 2] * 2, "deepseek_v4": [
 
 
 def step(family, tp, options, **changes):
-    """A step of both models, compared; what the parallel one sent."""
+    """A step of both models, compared; the parallel one, and what it sent."""
     checkpointing = changes.pop("checkpointing", "none")
     single, model = model_of(family, **changes), model_of(family, **changes)
     wanted = single(**batch(LENGTH))
@@ -38,18 +38,30 @@ def step(family, tp, options, **changes):
     assert isinstance(output.logits, DTensor) == (options is not WHOLE)
     assert abs(output.loss.item() - wanted.loss.item()) < 1e-6
     check_gradients(model, single)
-    return trace
+    return model, trace
 
 
 def sent(trace, phase):
-    """Collectives of activations: all but those of the loss, and of gradients of what is whole."""
-    whole = [e for e in trace.events if e.phase == phase and "loss_utils" not in e.where]
-    return [(e.op, e.nbytes) for e in whole if not (e.phase == "backward" and e.op == "all_reduce" and is_sum(e))]
+    """Collectives of activations: all but those of the loss, and of gradients of parameters that are whole."""
+    return [
+        (e.op, e.nbytes) for e in trace.events if e.phase == phase and "loss_utils" not in e.where and not is_sum(e)
+    ]
 
 
 def is_sum(event):
-    """Whether it is the sum of gradients of parameters: they have other sizes than any activation."""
-    return event.change.startswith("gradients of") or event.nbytes == HIDDEN * BYTES
+    """Whether it is a sum of gradients of parameters: those of a layer, or of a norm, or of a router."""
+    sizes = (HIDDEN * BYTES, 4 * HIDDEN * BYTES)  # of no activation
+    return event.phase == "backward" and (event.change.startswith("gradients of") or event.nbytes in sizes)
+
+
+def bytes_of_sums(model):
+    """What is sent for each layer's whole parameters that have a gradient: all of them, and a number for each."""
+    numels = [[p.grad.numel() for p in layer.parameters() if is_whole(p)] for layer in model.model.layers]
+    return [BYTES * (sum(each) + len(each)) for each in reversed(numels)]
+
+
+def is_whole(parameter):
+    return parameter.grad is not None and parameter.placements == (Replicate(),)
 
 
 def check_whole(family, trace):
@@ -59,9 +71,11 @@ def check_whole(family, trace):
     assert sent(trace, "forward") == [hidden] * (1 + 2 * layers) + [("all_gather", sent(trace, "forward")[-1][1])]
     back = [[hidden, ("all_reduce", size * latents)] for latents in reversed(LATENTS[family])]
     assert sent(trace, "backward") == [hidden, *chain(*back)]
+    if family != "deepseek_v4":  # whose compressors are whole too
+        assert [e.nbytes for e in trace.events if is_sum(e)] == [4 * HIDDEN * BYTES]  # of the router, and of no other
 
 
-def check_sequence_parallel(family, trace, tp):
+def check_sequence_parallel(family, model, trace, tp):
     """One gather and one scatter each way for attention and for the MLP. Attention gathers latents, in one buffer, and
     the gradient of those that have one comes back. What is whole in a layer is summed together."""
     size = 2 * -(-LENGTH // tp) * tp * BYTES  # shards are as long as the longest one
@@ -73,17 +87,17 @@ def check_sequence_parallel(family, trace, tp):
     back = [[gather, scatter, gather, ("reduce_scatter", size * latents)] for latents in reversed(LATENTS[family])]
     assert sent(trace, "forward") == [scatter, *chain(*ahead), gather]
     assert sent(trace, "backward") == [scatter, *chain(*back), gather]
-    sums = [e for e in trace.events if e.phase == "backward" and e.op == "all_reduce"]
-    streams = family == "deepseek_v4"  # what joins its residual streams at the end has parameters too
-    assert len(sums) == len(LATENTS[family]) + 1 + streams
+    sums = [e.nbytes for e in trace.events if is_sum(e)]
+    streams = [BYTES * (4 * 4 * HIDDEN + 4 + 1 + 3)] if family == "deepseek_v4" else []  # joined at the end
+    assert sums == [HIDDEN * BYTES, *streams, *bytes_of_sums(model)]
 
 
 def check_step(family, mode, tp):
-    trace = step(family, tp, MODES[mode])
+    model, trace = step(family, tp, MODES[mode])
     if mode == "whole":
         check_whole(family, trace)
     else:
-        check_sequence_parallel(family, trace, tp)
+        check_sequence_parallel(family, model, trace, tp)
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ from torch import nn
 
 from hyper_parallel import DTensor
 from hyper_parallel.rules import forward_function, is_replicate, join_gradients, set_forward
+from hyper_parallel_tp.styles.plain_parameters import gives_terms
 
 __all__ = ["join_gradients_of_blocks"]
 
@@ -21,7 +22,7 @@ def join_gradients_of_blocks(blocks: Iterable[nn.Module], axis: str = "tp") -> N
     for block in blocks:
         places = [
             (owner, name)
-            for owner in block.modules()
+            for owner in filter(gives_terms, block.modules())
             for name, parameter in owner._parameters.items()
             if _is_whole(parameter, axis)
         ]

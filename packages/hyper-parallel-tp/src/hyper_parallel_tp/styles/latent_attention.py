@@ -22,6 +22,7 @@ from hyper_parallel.rules import (
     Boundary,
     fit_rank,
     forward_function,
+    is_replicate,
     is_shard,
     map_structure,
     mesh_info,
@@ -33,6 +34,7 @@ from hyper_parallel_tp.styles.call_changes import parameter_names
 from hyper_parallel_tp.styles.colwise_rowwise import base_layer
 from hyper_parallel_tp.styles.gather_together import gather_together
 from hyper_parallel_tp.styles.local_compute import LocalCompute
+from hyper_parallel_tp.styles.plain_parameters import note_no_terms
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["LatentAttentionParallel"]
@@ -58,7 +60,7 @@ class LatentAttentionParallel(ParallelStyle):
         divided: names of whole numbers that count heads or groups of them, ``"num_groups"`` of the block or
             ``"config.o_groups"`` of what it holds, of which each rank has its part while the block runs.
         without_gradient: as ``latents``, for projections that no gradient comes back to, as they only say which
-            positions are looked at (an indexer).
+            positions are looked at (those of an indexer, which has no gradient at all).
         input_layouts: what the block's first input is; default Replicate, ``Shard(1)`` for sequence parallel.
         output_layouts: what the output becomes; default Replicate, ``Shard(1)`` for sequence parallel.
     """
@@ -94,6 +96,7 @@ class LatentAttentionParallel(ParallelStyle):
         run = LocalCompute(parameters=self._placements(module), output_layouts=self.output_layouts)
         run.src_data_rank = self.src_data_rank
         run.apply(module, device_mesh)
+        self._note_no_terms(module)
         self._compute_latents(module, device_mesh, first)
         return module
 
@@ -107,6 +110,14 @@ class LatentAttentionParallel(ParallelStyle):
         if base_layer(module.get_submodule(self.output))._parameters.get("bias") is not None:
             found[f"{self.output}.bias"] = Partial()
         return found
+
+    def _note_no_terms(self, module: nn.Module) -> None:
+        """What chooses has no gradient; where all ranks see the whole input, that of other projections is complete."""
+        for name in self.without_gradient:
+            note_no_terms(module.get_submodule(name.rpartition(".")[0] or name))
+        if is_replicate(self.input_layouts):
+            for name in (*self.latents, *filter(None, self.latents.values())):
+                note_no_terms(module.get_submodule(name))
 
     def _check(self, module: nn.Module, ranks: int) -> None:
         kind = type(module).__name__
@@ -227,7 +238,7 @@ def _latent(module: nn.Module, hidden: Any, name: str, norm_name: str | None) ->
     return torch.cat([norm(value[..., :features]), value[..., features:]], dim=-1)
 
 
-class _StandIn(nn.Module):
+class _KnownResult(nn.Module):
     """In the place of a projection whose result is known, or of a norm that is done."""
 
     def __init__(self, real: nn.Module, value: torch.Tensor | None) -> None:
@@ -247,7 +258,7 @@ def _standing_in(module: nn.Module, values: Mapping[str, torch.Tensor], done: Se
     real = {name: module.get_submodule(name) for name in (*values, *done)}
     owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in real}
     for name, owner in owners.items():
-        owner.add_module(name.rpartition(".")[2], _StandIn(real[name], values.get(name)))
+        owner.add_module(name.rpartition(".")[2], _KnownResult(real[name], values.get(name)))
     try:
         yield
     finally:

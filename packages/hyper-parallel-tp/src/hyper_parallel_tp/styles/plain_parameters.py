@@ -11,7 +11,7 @@ from torch import nn
 
 from hyper_parallel import DTensor
 
-__all__ = ["Spread", "plain_parameters", "spread_parameters"]
+__all__ = ["Spread", "gives_terms", "note_no_terms", "plain_parameters", "spread_parameters"]
 
 Spread = tuple[nn.Module, str, Any]
 """Owner, name and DTensor of a parameter."""
@@ -37,3 +37,18 @@ def plain_parameters(parameters: Sequence[Spread], local: Callable[[DTensor], to
     finally:
         for owner, name, parameter in parameters:
             owner._parameters[name] = parameter
+
+
+def note_no_terms(module: nn.Module) -> None:
+    """Say that no rank has only a term of a gradient of a module's parameters: each has all of it, or there is none.
+
+    It is left out where such terms are summed together, as room for it would be sent. Were it wrong, the gradient would
+    be summed by itself.
+    """
+    for part in module.modules():
+        part.__dict__["_no_terms"] = True
+
+
+def gives_terms(owner: nn.Module) -> bool:
+    """Whether gradients of a module's own parameters may have to be summed; see :func:`note_no_terms`."""
+    return not owner.__dict__.get("_no_terms", False)

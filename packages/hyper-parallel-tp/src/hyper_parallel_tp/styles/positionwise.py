@@ -28,7 +28,7 @@ from hyper_parallel.rules import (
     set_forward,
     wrap,
 )
-from hyper_parallel_tp.styles.plain_parameters import plain_parameters, spread_parameters
+from hyper_parallel_tp.styles.plain_parameters import note_no_terms, plain_parameters, spread_parameters
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["PositionwiseParallel"]
@@ -52,6 +52,8 @@ class PositionwiseParallel(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """See :class:`ParallelStyle`."""
         self.replicate(module, device_mesh)
+        if is_replicate(self.layout):
+            note_no_terms(module)
         inner = forward_function(module)
         replicate_plain_inside(module)
         general = forward_function(module)
