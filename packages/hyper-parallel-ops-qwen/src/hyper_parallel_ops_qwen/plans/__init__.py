@@ -1,0 +1,1 @@
+"""Plans for whole models of the Qwen family."""
