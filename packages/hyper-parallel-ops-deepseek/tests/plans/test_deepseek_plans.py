@@ -181,7 +181,9 @@ def test_the_loss_of_the_router():
 
 
 @pytest.mark.ranks(4)
-def test_ranks_that_do_not_divide_the_heads():
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"set config\.attention_dropout = 0"):
+        parallelize(model_of("deepseek_v4", attention_dropout=0.1), ParallelDims(tp=4))
     with pytest.raises(ValueError, match="4 ranks do not divide num_heads=6"):
         parallelize(model_of("deepseek_v3", num_attention_heads=6, num_key_value_heads=6), ParallelDims(tp=4))
     with pytest.raises(ValueError, match=r"4 ranks do not divide config\.o_groups=2"):

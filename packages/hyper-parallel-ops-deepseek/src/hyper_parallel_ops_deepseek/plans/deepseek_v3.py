@@ -7,6 +7,7 @@ from typing import Any
 from hyper_parallel import LatentAttentionParallel, ParallelDims, PrepareModuleInput, Replicate
 from hyper_parallel_ops_deepseek.plans.parts import (
     Plan,
+    check_dropout,
     mixture,
     mlp,
     outside_of_layers,
@@ -25,6 +26,9 @@ def deepseek_v3_plan(config: Any, dims: ParallelDims, *, sequence_parallel: bool
         dims: degrees of parallelism.
         sequence_parallel: the sequence is split outside of attention and MLP, and latents are gathered.
         loss_parallel: the logits stay split by vocabulary.
+
+    Raises:
+        ValueError: attention weights are dropped.
     """
     dense = min(config.first_k_dense_replace, config.num_hidden_layers)
     has_latent_queries = config.q_lora_rank is not None
@@ -64,6 +68,7 @@ def _plan(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> Plan:
+    check_dropout(config, dims)
     residual = residual_of(sequence_parallel)
     plan = outside_of_layers(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     for layer, kind in enumerate(kinds):

@@ -6,7 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel import LatentAttentionParallel, ParallelDims, ParallelStyle, Placement
-from hyper_parallel_ops_deepseek.plans.parts import Plan, mixture, outside_of_layers, per_position, residual_of
+from hyper_parallel_ops_deepseek.plans.parts import (
+    Plan,
+    check_dropout,
+    mixture,
+    outside_of_layers,
+    per_position,
+    residual_of,
+)
 
 __all__ = ["deepseek_v4_plan"]
 
@@ -31,7 +38,11 @@ def deepseek_v4_plan(config: Any, dims: ParallelDims, *, sequence_parallel: bool
         dims: degrees of parallelism.
         sequence_parallel: the sequence is split outside of attention and MLP, and latents are gathered.
         loss_parallel: the logits stay split by vocabulary.
+
+    Raises:
+        ValueError: attention weights are dropped.
     """
+    check_dropout(config, dims)
     residual = residual_of(sequence_parallel)
     plan = outside_of_layers(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     plan["model.hc_head"] = per_position(sequence_parallel)

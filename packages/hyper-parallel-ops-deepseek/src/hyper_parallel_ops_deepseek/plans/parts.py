@@ -21,9 +21,22 @@ from hyper_parallel import (
     Shard,
 )
 
-__all__ = ["experts_style", "mixture", "mlp", "outside_of_layers", "per_position", "residual_of"]
+__all__ = ["check_dropout", "experts_style", "mixture", "mlp", "outside_of_layers", "per_position", "residual_of"]
 
 Plan = dict[str, ParallelStyle]
+
+
+def check_dropout(config: Any, dims: ParallelDims) -> None:
+    """Refuse dropout of attention weights, where ranks would drop the same entries of their different heads.
+
+    Raises:
+        ValueError: there is some, and tp has several ranks.
+    """
+    if dims.tp > 1 and config.attention_dropout:
+        raise ValueError(
+            f"attention_dropout={config.attention_dropout} with tp={dims.tp}: attention runs on plain tensors of each "
+            "rank's heads, and ranks would draw the same numbers for them; set config.attention_dropout = 0"
+        )
 
 
 def residual_of(sequence_parallel: bool) -> Placement:
