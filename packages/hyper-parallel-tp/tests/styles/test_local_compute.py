@@ -14,6 +14,7 @@ from hyper_parallel import (
     DTensor,
     LocalCompute,
     PackedShard,
+    Partial,
     Replicate,
     Shard,
     distribute_tensor,
@@ -76,7 +77,7 @@ class InStructures(nn.Module):
 
     def forward(self, tokens, *, more):
         y = torch.relu((tokens.hidden + more["offset"]) @ self.up.T) @ self.down.T
-        return Tokens(y), {"twice": [2 * y]}
+        return {"tokens": Tokens(y), "twice": [2 * y]}
 
 
 @pytest.mark.ranks(2)
@@ -87,12 +88,12 @@ def test_tensors_inside_of_structures(placement):
     parallelize_module(model, mesh(), LocalCompute(parameters={"up": S0, "down": S1}))
     x = hidden() if placement is None else distribute_tensor(hidden(), mesh(), [placement])
     x, y, offset = x.requires_grad_(), hidden().requires_grad_(), hidden(8)
-    out, more = model(Tokens(x), more={"offset": offset})
-    want, want_more = twin(Tokens(y), more={"offset": offset})
-    torch.testing.assert_close(out.hidden.full_tensor(), want.hidden)
-    torch.testing.assert_close(more["twice"][0].full_tensor(), want_more["twice"][0])
-    (out.hidden.pow(2).sum() + more["twice"][0].sum()).backward()
-    (want.hidden.pow(2).sum() + want_more["twice"][0].sum()).backward()
+    out = model(Tokens(x), more={"offset": offset})
+    want = twin(Tokens(y), more={"offset": offset})
+    torch.testing.assert_close(out["tokens"].hidden.full_tensor(), want["tokens"].hidden)
+    torch.testing.assert_close(out["twice"][0].full_tensor(), want["twice"][0])
+    (out["tokens"].hidden.pow(2).sum() + out["twice"][0].sum()).backward()
+    (want["tokens"].hidden.pow(2).sum() + want["twice"][0].sum()).backward()
     torch.testing.assert_close(whole(x.grad), y.grad)
     check_gradients(model, twin)
 
@@ -181,6 +182,61 @@ def test_a_module_whose_numbers_count_heads(sequence):
     # The gradient of the input, and that of `norm` and `shift` together.
     assert trace.phase("backward") == (gather | scatter | {"all_reduce": 1} if sequence else {"all_reduce": 2})
     assert (module.num_heads, module.features) == (4, 12)
+
+
+class AttentionWithWeights(nn.Module):
+    """Returns the weights of its heads too, takes tables of positions and a mask, and adds a bias at its end."""
+
+    def __init__(self, heads=4, size=2, width=6):
+        super().__init__()
+        self.num_heads, self.size = heads, size
+        self.qkv, self.out = nn.Linear(width, 3 * heads * size), nn.Linear(heads * size, width)
+
+    def forward(self, hidden, position_embeddings=None, attention_mask=None):
+        cos, sin = position_embeddings
+        split = (*hidden.shape[:-1], self.num_heads, self.size)
+        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1))
+        q, k = (x * cos + x.flip(-1) * sin for x in (q, k))
+        weights = (q @ k.transpose(-1, -2) + attention_mask).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(-2)), weights
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [R, S1], ids=["R", "S1"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "LoRA"])
+def test_attention_with_weights_of_this_ranks_heads_and_a_bias_that_is_added_once(layout, adapted):
+    model, twin = twins(AttentionWithWeights)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=2, target_modules=["qkv", "out"], init_lora_weights=False)
+        for each in (model, twin):
+            peft.get_peft_model(each, lora).double().requires_grad_()
+        twin.load_state_dict(model.state_dict())
+    placements = {
+        "qkv.weight": PackedShard(0, (8, 8, 8)), "qkv.bias": PackedShard(0, (8, 8, 8)),
+        "out.weight": S1, "out.bias": Partial(),
+    }  # fmt: skip
+    style = LocalCompute(
+        parameters=placements, divided=("num_heads",), input_layouts=layout, output_layouts=layout
+    )  # fmt: skip
+    parallelize_module(model, mesh(), style)
+    x = distribute_tensor(hidden(2, 4, 6), mesh(), [layout]).requires_grad_()
+    y, mask = (
+        hidden(2, 4, 6).requires_grad_(),
+        torch.zeros(4, 4, dtype=torch.float64).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf),
+    )
+    given = {"position_embeddings": (hidden(4, 2, seed=6), hidden(4, 2, seed=7)), "attention_mask": mask}
+    with CommTrace() as trace:
+        out, weights = model(x, **given)
+        out.pow(2).sum().backward()
+    want, all_weights = twin(y, **given)
+    want.pow(2).sum().backward()
+    torch.testing.assert_close(out.full_tensor(), want)
+    assert type(weights) is torch.Tensor
+    torch.testing.assert_close(weights, all_weights.chunk(2, dim=1)[mesh().get_local_rank()])
+    torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+    check_gradients(model, twin)
+    assert trace.phase("forward") == ({"all_reduce": 1} if layout == R else {"all_gather": 1, "reduce_scatter": 1})
 
 
 @pytest.mark.ranks(2)

@@ -32,6 +32,7 @@ from hyper_parallel.rules import (
 )
 from hyper_parallel_tp.styles.call_changes import parameter_names
 from hyper_parallel_tp.styles.colwise_rowwise import base_layer
+from hyper_parallel_tp.styles.plain_parameters import gives_terms, plain_parameters, spread_parameters
 from hyper_parallel_tp.styles.style import ParallelStyle, checked_placement
 
 __all__ = ["LocalCompute"]
@@ -45,7 +46,8 @@ class LocalCompute(ParallelStyle):
     is dispatched. Inputs are gathered; gradients of inputs and of replicated parameters are summed, those of the
     parameters in one all-reduce.
 
-    Every tensor that it returns is such a term. A cache holds this rank's heads.
+    What it returns is such a term, every tensor in a structure. Of a tuple that is the first entry; the others are
+    returned as they are, so attention weights are plain tensors of this rank's heads. A cache holds this rank's heads.
 
     A batch that is laid out over other axes of a larger mesh stays so: each rank computes with its part, and the output
     is laid out over those axes as the first input that is sharded over them.
@@ -53,6 +55,8 @@ class LocalCompute(ParallelStyle):
     Args:
         parameters: placements of parameters by name, of the module itself or of what is in it
             (``"in_proj.weight": Shard(0)``, also of a LoRA layer around that projection); the others are Replicate.
+            ``Partial()`` for what is added to the sum that the output is a term of, such as the bias of a projection
+            back to the hidden features: every rank holds it, and it is added once.
         divided: names of whole numbers, attributes of the module, that count what is sharded (heads, features of all
             heads): while the module runs they are this rank's share.
         input_layouts: what a plain first input is; default Replicate. ``Shard(1)`` for sequence parallel: it is
@@ -81,6 +85,7 @@ class LocalCompute(ParallelStyle):
         shares = self._shares(module, device_mesh.size())
         for name, placement in self.parameters.items():
             self._place_named(module, name, placement, device_mesh)
+        added = [name for name, placement in self.parameters.items() if is_partial(placement)]
         self.replicate(module, device_mesh)
         first = Boundary([Replicate()], device_mesh, given=[self.input_layouts])
         enter = Boundary([Replicate()], device_mesh)
@@ -97,12 +102,17 @@ class LocalCompute(ParallelStyle):
 
             args, kwargs = _first_entered(first, names, args, kwargs) if mesh is info else (args, kwargs)
             args, kwargs = map_structure((args, kwargs), whole)
-            parameters = _spread_parameters(self)
-            join_gradients([parameter for _, _, parameter in parameters], axis)
+            parameters = spread_parameters(self)
+            terms = _terms(self, added, axis)
+            join_gradients([p for owner, _, p in parameters if id(p) not in terms and gives_terms(owner)], axis)
             pieces = _Pieces(self, info, _dtensors(args, kwargs), [parameter for _, _, parameter in parameters])
-            with _replaced(parameters, pieces.local), _shared_out(self, shares):
+
+            def local(parameter: DTensor) -> torch.Tensor:
+                return pieces.local(terms.get(id(parameter), parameter))
+
+            with plain_parameters(parameters, local), _shared_out(self, shares):
                 output = inner(self, *map_dtensors(args, pieces.local), **map_dtensors(kwargs, pieces.local))
-            return map_structure(output, lambda term: leave(pieces.wrapped(term)))
+            return _first_changed(output, lambda term: leave(pieces.wrapped(term)))
 
         set_forward(module, forward)
         return module
@@ -125,6 +135,8 @@ class LocalCompute(ParallelStyle):
         layer = base_layer(owner)
         if leaf not in layer._parameters:
             raise ValueError(f"LocalCompute: {type(module).__name__} has no parameter {name!r}")
+        if is_partial(placement):
+            return  # it is Replicate, as all the others, and becomes a term when it is used
         self.place(layer, mesh, {leaf: placement})
         if layer is not owner and leaf == "weight":
             factors = owner.lora_B if getattr(placement, "dim", None) == 0 else owner.lora_A
@@ -132,11 +144,30 @@ class LocalCompute(ParallelStyle):
                 self.place(factor, mesh, {"weight": placement})
 
 
+def _terms(module: nn.Module, names: Sequence[str], axis: str) -> dict[int, DTensor]:
+    """Parameters that are added once, by their id, as terms of a sum over the ranks."""
+    terms: dict[int, DTensor] = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        parameter: Any = base_layer(module.get_submodule(path))._parameters[leaf]
+        if isinstance(parameter, DTensor):
+            term = parameter.layout.with_placements({parameter.layout.info.axis(axis): Partial()})
+            terms[id(parameter)] = remembered(parameter, term, parameter.spec.varying)
+    return terms
+
+
 def _first_entered(enter: Boundary, names: Sequence[str], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The first input, given by position or by name, as its style says."""
     if args:
         return (enter(args[0]), *args[1:]), kwargs
     return args, {name: enter(value) if name in names else value for name, value in kwargs.items()}
+
+
+def _first_changed(output: Any, change: Callable[[Any], Any]) -> Any:
+    """The output, or of a plain tuple its first entry, with the function done to each of its tensors."""
+    if type(output) is tuple and output:
+        return (map_structure(output[0], change), *output[1:])
+    return map_structure(output, change)
 
 
 @contextmanager
@@ -232,28 +263,3 @@ def _on_mesh(value: Any, mesh: MeshInfo) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return taken_as(value, Layout.from_placements(mesh.mesh, [Replicate()] * mesh.ndim, ndim=value.ndim))
-
-
-Spread = list[tuple[nn.Module, str, Any]]
-
-
-def _spread_parameters(module: nn.Module) -> Spread:
-    """Owner, name and DTensor of every spread parameter."""
-    return [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-        if isinstance(parameter, DTensor)
-    ]
-
-
-@contextmanager
-def _replaced(parameters: Spread, local: Callable[[DTensor], torch.Tensor]) -> Iterator[None]:
-    """The module with the local tensors of its parameters in their place."""
-    for owner, name, parameter in parameters:
-        owner._parameters[name] = local(parameter)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for owner, name, parameter in parameters:
-            owner._parameters[name] = parameter
