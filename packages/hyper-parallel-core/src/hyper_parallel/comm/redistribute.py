@@ -64,7 +64,8 @@ class _Transition(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, move: Redistribution, how: How) -> torch.Tensor:
-        ctx.move, ctx.how = move, how
+        # Not ``how`` itself: what is in flight holds the result, whose graph this is, and nobody could free the two.
+        ctx.move, ctx.how_back = move, how.reverse()
         ctx.where = comm_trace.user_line() if comm_trace._active else None
         if how.value is not None:
             return how.value.view_as(how.value)
@@ -72,7 +73,7 @@ class _Transition(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        move, how = ctx.move.back, ctx.how.reverse()
+        move, how = ctx.move.back, ctx.how_back
         if comm_trace._active:
             with _described(move, ctx.where, "backward"):
                 return _in_order(grad, move, how, torch.is_grad_enabled()), None, None
