@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -250,3 +252,30 @@ def test_pending_sums_of_int16_are_carried_out(placement):
     x = make(torch.arange(5, dtype=torch.int16), mesh_of((2,)), [P]).redistribute(placements=[placement])
     assert x.dtype == torch.int16
     assert x.full_tensor().tolist() == list(range(5))
+
+
+class Upstream(torch.autograd.Function):
+    """Identity whose node keeps something alive."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("placement", [S0, S1, P], ids=short)
+def test_a_graph_ends_with_its_result(async_op, placement):
+    kept = {1}
+    watched = weakref.ref(kept)
+    local = Upstream.apply(torch.ones(4, 6, requires_grad=True), kept)
+    whole = DTensor.from_local(local, mesh_of((2,)), [placement]).redistribute(placements=[R], async_op=async_op)
+    whole.sum().backward()
+    del kept, local, whole
+    gc.collect()
+    assert watched() is None
