@@ -16,11 +16,11 @@ from hyper_parallel import (
     ParallelStyle,
     Partial,
     Placement,
+    PositionwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     Replicate,
     RowwiseParallel,
-    SequenceParallel,
     Shard,
 )
 
@@ -48,7 +48,7 @@ def residual_of(sequence_parallel: bool) -> Placement:
 def outside_of_layers(*, sequence_parallel: bool, loss_parallel: bool) -> Plan:
     """Embedding and head by vocabulary, and all norms of the residual stream."""
     residual = residual_of(sequence_parallel)
-    norm = SequenceParallel() if sequence_parallel else NoParallel(use_local_output=False)
+    norm = PositionwiseParallel(layout=residual)
     embedded = {"inputs_embeds": Replicate()}  # in the place of token ids
     return {
         "model": PrepareModuleInput(
