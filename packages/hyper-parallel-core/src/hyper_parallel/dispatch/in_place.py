@@ -13,11 +13,12 @@ from hyper_parallel.dispatch.arguments import lifted
 from hyper_parallel.dispatch.entry import DispatchEntry
 from hyper_parallel.dispatch.plan import Plan, finish
 from hyper_parallel.sharding.layout import Layout
-from hyper_parallel.sharding.placements import is_partial
+from hyper_parallel.sharding.placements import is_partial, is_replicate
 from hyper_parallel.tensor import autograd_bridge
 from hyper_parallel.tensor.dtensor import DTensor
 from hyper_parallel.tensor.in_place import before_write, flag_varying
 from hyper_parallel.tensor.views import carry, root_of
+from hyper_parallel.utils.structures import tensors_of
 
 
 def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
@@ -45,9 +46,15 @@ def run_inplace(plan: Plan, args: Sequence[Any], local_args: list[Any], local_kw
 
 
 def into_plain(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An in-place operator on a plain tensor: right only while the result is equal on all ranks, gradient included."""
+    """An in-place operator on a plain tensor: right only while the result is equal on all ranks, gradient included.
+
+    Where it may not be, it is tried on a copy: an operator such as ``+=`` that raises TypeError is called again out of
+    place by Python, which has to find the target as it was.
+    """
     target = args[0]
-    new_args, new_kwargs = lifted(rule.name, rule.op, args, kwargs)
+    risky = any(_may_differ(t) for t in tensors_of((args[1:], kwargs)) if isinstance(t, DTensor))
+    written = target.clone() if risky else target
+    new_args, new_kwargs = lifted(rule.name, rule.op, (written, *args[1:]), kwargs)
     before = new_args[0]._spec
     DTensor.__torch_function__(rule.func, (), new_args, new_kwargs)
     if new_args[0]._spec is not before:
@@ -55,7 +62,12 @@ def into_plain(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any])
             f"{rule.name}: an in-place operator on a plain tensor with a DTensor that is sharded, pending or varying; "
             "the plain tensor cannot hold the result. Make the target a DTensor"
         )
-    return target
+    return target.copy_(written) if risky else target
+
+
+def _may_differ(tensor: DTensor) -> bool:
+    """Whether ranks may hold other values of a tensor, or other terms of its gradient."""
+    return bool(tensor._spec.varying) or not all(map(is_replicate, tensor.placements))
 
 
 def write_as_terms(rule: DispatchEntry, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor | None:
