@@ -1,7 +1,7 @@
 """Train a model from `transformers`, its code unmodified, on real text and on several ranks.
 
     torchrun --nproc-per-node 4 examples/train.py                        # a small Qwen3, dp_shard=2 x tp=2 on the CPU
-    torchrun --nproc-per-node 4 examples/train.py --model qwen3_moe --tp 2 --ep 2
+    torchrun --nproc-per-node 4 examples/train.py --model qwen3_5 --tp 4
     torchrun --nproc-per-node 4 examples/train.py --folder Qwen3-0.6B    # a model that was saved before
     torchrun --nproc-per-node 4 examples/train.py --resume               # go on from the last checkpoint
     python examples/train.py                                             # the same on one rank, plain PyTorch
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace, rank: int, world_size: int, device: torch.devi
 
 def others(model: str) -> str:
     """Another family than this."""
-    return "qwen3_moe --ep 2" if model != "qwen3_moe" else "qwen3_5"
+    return "qwen3_5" if model != "qwen3_5" else "deepseek_v32"
 
 
 def is_pretended(world_size: int) -> bool:

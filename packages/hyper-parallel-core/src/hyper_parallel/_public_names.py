@@ -62,6 +62,7 @@ _FIRST_PARTY = {
         "FusedLinearCrossEntropyLoss",
         "LatentAttentionParallel",
         "LocalCompute",
+        "MaskedAddition",
         "NoParallel",
         "ParallelCrossEntropyLoss",
         "ParallelDims",

@@ -17,6 +17,9 @@ _PLANS = {
     "qwen3_next.modeling_qwen3_next.Qwen3NextForCausalLM": "qwen3_next:qwen3_next_plan",
     "qwen3_5.modeling_qwen3_5.Qwen3_5ForCausalLM": "qwen3_5:qwen3_5_plan",
     "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeForCausalLM": "qwen3_5:qwen3_5_moe_plan",
+    "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration": "with_vision:qwen3_vl_moe_plan",
+    "qwen3_5.modeling_qwen3_5.Qwen3_5ForConditionalGeneration": "with_vision:qwen3_5_vl_plan",
+    "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeForConditionalGeneration": "with_vision:qwen3_5_moe_vl_plan",
 }
 
 

@@ -11,6 +11,7 @@ _NAMES = {
     "hyper_parallel_tp.input_reshard": ("input_reshard",),
     "hyper_parallel_tp.styles.latent_attention": ("LatentAttentionParallel",),
     "hyper_parallel_tp.styles.local_compute": ("LocalCompute",),
+    "hyper_parallel_tp.styles.masked_addition": ("MaskedAddition",),
     "hyper_parallel_tp.loss.loss_parallel": (
         "gather_tensor_parallel_logits",
         "is_loss_parallel_active",
@@ -32,6 +33,7 @@ _NAMES = {
 }
 
 _PLANS = {
+    "gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "gpt_oss:gpt_oss_plan",
     "llama.modeling_llama.LlamaForCausalLM": "decoders:llama3_plan",
     "qwen3.modeling_qwen3.Qwen3ForCausalLM": "decoders:qwen3_plan",
     "qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": "decoders:qwen3_vl_plan",

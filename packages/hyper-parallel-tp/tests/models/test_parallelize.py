@@ -218,7 +218,6 @@ def test_what_cannot_be_is_refused():
     for degrees, options, message in [
         ({"tp": 2}, {"checkpointing": "some"}, "checkpointing is one of none, full, selective, got 'some'"),
         ({"dp_shard": 2}, {"sequence_parallel": True}, "needs a tp axis of several ranks"),
-        ({"ep": 2}, {}, "knows no experts in Qwen3ForCausalLM"),
         ({"tp": 2}, {"plan": {"lm_head": ColwiseParallel()}, "loss_parallel": True}, "leave it None"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -232,7 +231,7 @@ def test_what_cannot_be_is_refused():
         parallelize(model, ParallelDims(tp=2))
     with pytest.raises(ValueError, match="was not given to parallelize"):
         parallel_report(Net())
-    for degrees, name in [({"pp": 2, "dp_shard": 1}, "pp=2"), ({"cp": 2}, "cp=2")]:
+    for degrees, name in [({"pp": 2, "dp_shard": 1}, "pp=2"), ({"cp": 2}, "cp=2"), ({"ep": 2}, "ep=2")]:
         with pytest.raises(NotImplementedError, match=name):
             parallelize(qwen3(), ParallelDims(**degrees))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import hyper_parallel
 from hyper_parallel import (
     AttentionParallel,
     ColwiseParallel,
@@ -149,7 +148,7 @@ def _features(name: str, output: Placement) -> Plan:
     }
 
 
-def mixture(name: str, config: Any, dims: ParallelDims, residual: Placement, *, shared: bool = False) -> Plan:
+def mixture(name: str, config: Any, residual: Placement, *, shared: bool = False) -> Plan:
     """A mixture of experts; the router is whole, and so is the gate of a shared expert.
 
     What experts and the shared one compute are terms of one sum, so that the block costs one collective each way.
@@ -164,18 +163,15 @@ def mixture(name: str, config: Any, dims: ParallelDims, residual: Placement, *, 
             use_local_output=False,
         ),
         f"{name}.gate": whole,
-        f"{name}.experts": experts_style(config, dims),
+        f"{name}.experts": experts_style(config),
     }
     if shared:
         plan |= {f"{name}.shared_expert_gate": whole, **_features(f"{name}.shared_expert", Partial())}
     return plan
 
 
-def experts_style(config: Any, dims: ParallelDims) -> ParallelStyle:
-    """Experts over ep, or each by its features: gate and up are one weight, ``[experts, 2 * features, hidden]``."""
-    if dims.ep > 1:
-        style: ParallelStyle = getattr(hyper_parallel, "ExpertParallel")()  # noqa: B009 - of a plugin, for mypy
-        return style
+def experts_style(config: Any) -> ParallelStyle:
+    """Every expert by its features; gate and up are packed in one weight ``[experts, 2 * features, hidden]``."""
     features = config.moe_intermediate_size
     return LocalCompute(
         parameters={"gate_up_proj": PackedShard(1, (features, features)), "down_proj": Shard(2)},

@@ -32,7 +32,7 @@ def qwen3_5_moe_plan(
 ) -> dict[str, ParallelStyle]:
     """The plan of ``transformers.Qwen3_5MoeForCausalLM``; arguments as of :func:`.qwen3_moe_plan`."""
     plan = _without_mlps(config, dims, sequence_parallel, loss_parallel)
-    return {**plan, **mixture("model.layers.*.mlp", config, dims, residual_of(sequence_parallel), shared=True)}
+    return {**plan, **mixture("model.layers.*.mlp", config, residual_of(sequence_parallel), shared=True)}
 
 
 def _without_mlps(

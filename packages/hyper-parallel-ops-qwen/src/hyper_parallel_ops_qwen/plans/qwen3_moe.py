@@ -34,7 +34,7 @@ def qwen3_moe_plan(
     plan |= attention("model.layers.*", residual)
 
     for layer in layers(config, lambda number: has_experts(config, number)):
-        plan |= mixture(f"{layer}.mlp", config, dims, residual)
+        plan |= mixture(f"{layer}.mlp", config, residual)
     for layer in layers(config, lambda number: not has_experts(config, number)):
         plan |= mlp(f"{layer}.mlp", residual)
     return plan

@@ -34,7 +34,7 @@ def qwen3_next_plan(
         plan |= delta_layers(layer, config, dims, residual, _BY_HEADS)
 
     for layer in layers(config, lambda number: has_experts(config, number)):
-        plan |= mixture(f"{layer}.mlp", config, dims, residual, shared=True)
+        plan |= mixture(f"{layer}.mlp", config, residual, shared=True)
     for layer in layers(config, lambda number: not has_experts(config, number)):
         plan |= mlp(f"{layer}.mlp", residual)
     return plan

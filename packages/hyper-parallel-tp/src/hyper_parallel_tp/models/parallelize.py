@@ -36,7 +36,7 @@ def parallelize(
     offload_policy: Any = None,
     compile: bool = False,
 ) -> nn.Module:
-    """Parallelise a whole model, in place: layers over tp, experts over ep, parameters over the data axes.
+    """Parallelise a whole model, in place: layers over tp, parameters over the data axes.
 
     ::
 
@@ -70,9 +70,9 @@ def parallelize(
         The model.
 
     Raises:
-        ValueError: what was asked for cannot be: an axis that shards no parameter, ep without experts, an explicit
+        ValueError: what was asked for cannot be: an axis that shards no parameter, an explicit
             ``sequence_parallel`` or ``loss_parallel`` that the plan has not, an unknown ``checkpointing``.
-        NotImplementedError: pp, cp, or compile.
+        NotImplementedError: pp, cp, ep, or compile.
     """
     _refuse_unfinished(dims, compile)
     base = inside_adapters(model)
@@ -100,6 +100,11 @@ def _refuse_unfinished(dims: ParallelDims, compile: bool) -> None:
         raise NotImplementedError(
             f"parallelize: cp={dims.cp}: no plan shards attention along the sequence yet; use sequence_parallel with tp"
         )
+    if dims.ep > 1:
+        raise NotImplementedError(
+            f"parallelize: ep={dims.ep}: experts cannot be sharded by their number yet; with tp each expert is sharded "
+            "by its features, with dp_shard by its parameters"
+        )
     if compile:
         raise NotImplementedError("parallelize(compile=True): blocks cannot be compiled yet; leave it False")
 
@@ -109,11 +114,6 @@ def _apply_styles(model: nn.Module, base: nn.Module, dims: ParallelDims, chosen:
     experts: list[nn.Module] = []
     for axis in ("ep", "tp"):  # experts first: what takes all that is left comes after
         styles = {name: style for name, style in chosen.styles.items() if style.mesh_axis == axis}
-        if axis == "ep" and dims.ep > 1 and not styles:
-            raise ValueError(
-                f"parallelize: ep={dims.ep}, and {chosen.source} knows no experts in {type(base).__name__}; use "
-                "ep=1, or pass a plan with ExpertParallel() for the modules of experts"
-            )
         if getattr(dims, axis) > 1 and styles:
             done = apply_plan(model, base, dims.get_mesh(axis), styles)
             experts += done if axis == "ep" else []

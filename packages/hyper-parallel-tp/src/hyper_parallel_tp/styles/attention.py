@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from hyper_parallel import DeviceMesh, Placement, Replicate
+from hyper_parallel import DeviceMesh, Placement, Replicate, Shard
 from hyper_parallel.rules import replicate_plain_inside
 from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel, base_layer
 from hyper_parallel_tp.styles.prepare import PrepareModuleInput
@@ -23,6 +25,8 @@ class AttentionParallel(ParallelStyle):
 
     Args:
         query, key, value, output: names of the projections in the block.
+        per_head: names of parameters of the block with one entry per query head along their first dim (attention
+            sinks), which are split with them.
         head_dim: features per head of queries and keys; by default the block's attribute ``head_dim``.
         input_layouts: what the block's first input is when it is plain; default Replicate. ``Shard(1)`` for sequence
             parallel: the whole sequence is gathered once for all projections.
@@ -38,13 +42,14 @@ class AttentionParallel(ParallelStyle):
         key: str = "k_proj",
         value: str = "v_proj",
         output: str = "o_proj",
+        per_head: Sequence[str] = (),
         head_dim: int | None = None,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = False,
     ) -> None:
         self.query, self.key, self.value, self.output = query, key, value, output
-        self.head_dim = head_dim
+        self.per_head, self.head_dim = tuple(per_head), head_dim
         self.input_layouts = checked_placement("input_layouts", input_layouts) or Replicate()
         self.output_layouts = checked_placement("output_layouts", output_layouts) or Replicate()
         self.use_local_output = use_local_output
@@ -67,6 +72,7 @@ class AttentionParallel(ParallelStyle):
         split = ColwiseParallel(use_local_output=False)
         join = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
         self._apply(split, getattr(module, self.query), device_mesh)
+        self.place(module, device_mesh, dict.fromkeys(self.per_head, Shard(0)))
         if self._heads(module, self.key) % ranks == 0:  # there are as many value heads, which may have another size
             for name in (self.key, self.value):
                 self._apply(split, getattr(module, name), device_mesh)
@@ -82,6 +88,12 @@ class AttentionParallel(ParallelStyle):
 
     def _check_names(self, module: nn.Module) -> None:
         names = {role: getattr(self, role) for role in ("query", "key", "value", "output")}
+        unknown = [name for name in self.per_head if module._parameters.get(name) is None]
+        if unknown:
+            raise ValueError(
+                f"AttentionParallel(per_head={self.per_head}): {type(module).__name__} has no parameters {unknown}; it "
+                f"has {', '.join(name for name, _ in module.named_parameters(recurse=False)) or 'none of its own'}"
+            )
         missing = {role: name for role, name in names.items() if not isinstance(getattr(module, name, None), nn.Module)}
         if missing:
             given = ", ".join(f"{role}={name!r}" for role, name in missing.items())
