@@ -4,18 +4,6 @@ import pytest
 import torch
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, implicit_replication, init_device_mesh
-from hyper_parallel._rules.families.elementwise import Elementwise
-from hyper_parallel.registry import Registry, use_registry
-
-
-@pytest.fixture
-def rules():
-    with use_registry(Registry()) as own:
-        if own.get("add") is None:
-            own.register("add", Elementwise("add", linear=True))
-        if own.get("mul") is None:
-            own.register("mul", Elementwise("mul", linear="each"))
-        yield
 
 
 def make(placement, varying=False):
@@ -25,7 +13,7 @@ def make(placement, varying=False):
 
 
 @pytest.mark.ranks(2)
-def test_augmented_assignment_falls_back_to_a_new_tensor(rules):
+def test_augmented_assignment_falls_back_to_a_new_tensor():
     """`loss += coefficient * auxiliary_loss` of mixtures: added once, and the gradient is right."""
     term = make(Replicate(), varying=True)
     start = torch.tensor([1.0], requires_grad=True)
@@ -42,7 +30,7 @@ def test_augmented_assignment_falls_back_to_a_new_tensor(rules):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("placement", [Shard(0), Partial(), Replicate()], ids=str)
-def test_a_call_that_is_refused_writes_nothing(rules, placement):
+def test_a_call_that_is_refused_writes_nothing(placement):
     term = make(placement, varying=placement == Replicate())
     target = torch.zeros(2 if placement == Shard(0) else 1)
     with implicit_replication():
@@ -56,7 +44,7 @@ def test_a_call_that_is_refused_writes_nothing(rules, placement):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_equal_on_all_ranks_is_written(rules):
+def test_what_is_equal_on_all_ranks_is_written():
     target = torch.ones(1)
     with torch.no_grad(), implicit_replication():
         assert target.mul_(make(Replicate())) is target
