@@ -143,7 +143,8 @@ def isolated(session: nox.Session, package: str) -> None:
     What it imports is in question here. That its rules are right on all layouts and meshes, and that the conformance
     kit with its worker processes finds what is wrong, `tests` shows.
     """
-    thin = "not 2x2 and not test_conformance and not test_worker_pool"
+    # The command line starts a process for each of its tests, which `tests` does.
+    thin = "not 2x2 and not test_conformance and not test_worker_pool and not test_cli and not test_doctor"
     session.install(*INSTALL_TORCH)
     temporary = Path(session.create_tmp())
     wheels = build_wheels(session, (*NEEDS[package], package))
@@ -155,6 +156,38 @@ def isolated(session: nox.Session, package: str) -> None:
         session.run(
             "python", "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(temporary), "--import-mode=importlib",
             "--timeout=600", "--max-layouts=1", "-k", thin, *session.posargs, str(copy),
+        )  # fmt: skip
+
+
+@nox.session
+@nox.parametrize(
+    ("model", "pack"), [("qwen3_5", "qwen"), ("deepseek_v32", "deepseek")], ids=("qwen3_5", "deepseek_v32")
+)
+def extras(session: nox.Session, model: str, pack: str) -> None:
+    """Train a model from wheels, in a fresh environment with the extras that its family needs and no others.
+
+    ``examples/train.py`` compares with one rank. Third parties' packages come first, so that ours need no index.
+    """
+    session.install(*INSTALL_TORCH)
+    session.install("-c", "constraints.txt", "transformers>=5.24", "matplotlib", "pluggy", "pyyaml")
+    temporary = Path(session.create_tmp())
+    wheels = temporary / "wheels"
+    build(session, [ROOT], wheels)
+    for path in build_wheels(session, PACKAGES):
+        shutil.copy(path, wheels)
+    session.install("--no-index", "--find-links", str(wheels), f"hyper-parallel[{pack},tp,fsdp]")
+    expected = {"core", "ops-basic", f"ops-{pack}", "fsdp", "tp"}
+    listed = session.run("python", "-m", "pip", "list", "--format=freeze", silent=True) or ""
+    found = {package for package in PACKAGES if f"hyper-parallel-{package}==" in listed}
+    if found != expected:
+        session.error(f"the extras {pack}, tp and fsdp installed {sorted(found)}, and not {sorted(expected)}")
+    copy = temporary / "examples"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT / "examples", copy)
+    with session.chdir(temporary):
+        session.run(
+            "torchrun", "--nproc-per-node", "4", "examples/train.py", "--model", model, "--steps", "2",
+            "--length", "32", *session.posargs, env={"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
 
