@@ -80,25 +80,34 @@ def run(pools: PoolSet, cell: Cell) -> dict[str, Any]:
 
 
 def simplify(pools: PoolSet, cell: Cell, result: dict[str, Any]) -> tuple[Cell, dict[str, Any]]:
-    """Put one option after the other to its default, as long as the cell fails."""
+    """Put one option after the other to its default, as long as the cell fails in the same way."""
     tried = {cell}
     while True:
         for candidate in simpler(cell):
             if candidate in tried:
                 continue
             tried.add(candidate)
-            if (found := run(pools, candidate))["problems"]:
+            found = run(pools, candidate)
+            if found["problems"] and _kind(found) == _kind(result):
                 cell, result = candidate, found
                 break
         else:
             return cell, result
 
 
+def _kind(result: dict[str, Any]) -> str:
+    """What was raised, without what follows the first colon; of a wrong number, nothing."""
+    return _last_line(result).split(":")[0] if result.get("raised") else ""
+
+
+def _last_line(result: dict[str, Any]) -> str:
+    return str(result["problems"][0]).strip().splitlines()[-1]
+
+
 def _short(result: dict[str, Any]) -> str:
     if not result["problems"]:
         return f"ok, gradients {result['gradient']:.1e}, {result['seconds']} s"
-    lines = str(result["problems"][0]).splitlines()
-    return f"FAILED ({len(result['problems'])}): {lines[-1]}"
+    return f"FAILED ({len(result['problems'])}): {_last_line(result)}"
 
 
 def _say(text: str) -> None:

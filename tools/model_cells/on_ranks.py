@@ -36,19 +36,32 @@ def build(cell: Cell) -> torch.nn.Module:
         return model
     import peft
 
-    torch.manual_seed(1)  # weights of adapters are random, not zero
+    torch.manual_seed(1)  # weights of adapters are random, none of them zero
     inside = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and name != "lm_head"]
     adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=inside, init_lora_weights=False)
-    return peft.get_peft_model(model, adapters).to(dtype)
+    adapted = peft.get_peft_model(model, adapters).to(dtype)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 0.1
+    return adapted
 
 
-def _inputs(cell: Cell, step: int) -> dict[str, Any]:
-    """The whole batch, and the arguments that every call of the model has."""
+def _has_one_auxiliary_loss(cell: Cell) -> bool:
+    """Whether routers judge the whole batch: data ranks with plain tensors have each a loss of their own rows."""
+    return cell.form == "dtensor" or cell.data_ranks == 1
+
+
+def _inputs(cell: Cell, step: int, auxiliary: bool) -> dict[str, Any]:
+    """The whole batch, and the arguments that every call of the model has.
+
+    Args:
+        auxiliary: whether the routers' loss is part of the model's, where it has one.
+    """
     batch: dict[str, Any] = dict(batch_of(cell.batch, step))
     if cell.dtype == "float64" and "pixel_values" in batch:
         batch["pixel_values"] = batch["pixel_values"].double()
     if MODELS[cell.model].auxiliary:
-        batch["output_router_logits"] = True
+        batch["output_router_logits"] = auxiliary
     return batch
 
 
@@ -57,13 +70,13 @@ def _precision(cell: Cell) -> contextlib.AbstractContextManager[None]:
 
 
 @functools.lru_cache(maxsize=16)
-def _reference(cell: Cell) -> Trace:
+def _reference(cell: Cell, auxiliary: bool) -> Trace:
     with _precision(cell):
         model = build(cell)
         low = copy.deepcopy(model) if cell.dtype == "bfloat16" else None
 
         def backward(step: int) -> float:
-            inputs = {**_inputs(cell, step), "use_cache": False}
+            inputs = {**_inputs(cell, step, auxiliary), "use_cache": False}
             if low is not None:
                 return _in_low_precision(model, low, inputs)
             loss = model(**inputs).loss
@@ -92,9 +105,10 @@ def reference(cell: Cell) -> Trace:
     For bfloat16 it says how far its own rounding takes each gradient from that of float32.
     """
     alone = Cell(cell.model, "-", batch=cell.batch, dtype=cell.dtype, experts=cell.experts, lora=cell.lora)
-    trace = _reference(alone)
-    if cell.dtype == "bfloat16" and not trace.rounding:
-        trace.rounding = rounding_of(trace, _reference(replace(alone, dtype="float32")))
+    auxiliary = _has_one_auxiliary_loss(cell)
+    trace = _reference(alone, auxiliary)
+    if cell.dtype == "bfloat16" and trace.rounding is None:
+        trace.rounding = rounding_of(trace, _reference(replace(alone, dtype="float32"), auxiliary))
     return trace
 
 
@@ -136,7 +150,8 @@ def run_cell(cell: Cell, want: Trace, fault: Callable[[torch.nn.Module], None] |
             fault(model)
 
         def backward(step: int) -> float:
-            batch = shard_batch(_inputs(cell, step), dims, as_dtensor=cell.form == "dtensor")
+            inputs = _inputs(cell, step, _has_one_auxiliary_loss(cell))
+            batch = shard_batch(inputs, dims, as_dtensor=cell.form == "dtensor")
             loss = model(**batch).loss
             loss.backward()
             value = whole(loss.detach()).clone()

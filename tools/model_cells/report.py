@@ -35,9 +35,10 @@ one of AdamW. Weights that libraries set to zero or one are random, so that a bi
 - **AdamW**: parameters after its step. It hides a wrong scale of gradients: it shows that states and updates work.
 - float64 is so throughout: norms, softmax and delta rules for which `transformers` asks for float32 get float64.
 - bfloat16 is `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, against a process that
-  computes in bfloat16. Where that process is further than half the tolerance from float32, twice its distance is
-  allowed, at most a fifth.
-- The auxiliary loss of routers is part of the loss wherever a family has it.
+  computes in bfloat16. Four times the distance of that process from float32 is allowed where that is more, at most a
+  quarter.
+- The auxiliary loss of routers is part of the loss where a family has it, but for plain tensors of several data ranks:
+  there it is that of each rank's rows ([batches](train-a-model.md#batches)).
 
 The judge is tested by what it must find: half a gradient, one times tp, a dropped auxiliary loss, one token
 too many on one rank.

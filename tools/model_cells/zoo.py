@@ -32,7 +32,7 @@ INDEXER_SIZES = {
     "mlp_layer_types": ["dense", "sparse"],
 }  # fmt: skip
 COMPRESSED_SIZES = {  # one latent head for all queries
-    "num_key_value_heads": 1, "q_lora_rank": 32, "qk_rope_head_dim": 8, "head_dim": 16, "o_groups": 2,
+    "num_key_value_heads": 1, "q_lora_rank": 32, "qk_rope_head_dim": 8, "head_dim": 16, "o_groups": 4,
     "o_lora_rank": 16, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 2, "n_routed_experts": 4,
     "n_shared_experts": 1, "num_experts_per_tok": 2, "intermediate_size": 32, "moe_intermediate_size": 32,
     "sliding_window": 8, "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
