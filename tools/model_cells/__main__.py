@@ -20,7 +20,7 @@ from hyper_parallel.testing.pool_set import PoolSet
 
 from .cells import Cell, pairwise, simpler
 from .on_ranks import reference, run_cell
-from .report import report
+from .report import headline, report
 from .results import Results, tree_digest
 
 ROOT = Path(__file__).parents[2]
@@ -97,17 +97,13 @@ def simplify(pools: PoolSet, cell: Cell, result: dict[str, Any]) -> tuple[Cell, 
 
 def _kind(result: dict[str, Any]) -> str:
     """What was raised, without what follows the first colon; of a wrong number, nothing."""
-    return _last_line(result).split(":")[0] if result.get("raised") else ""
-
-
-def _last_line(result: dict[str, Any]) -> str:
-    return str(result["problems"][0]).strip().splitlines()[-1]
+    return headline(result["problems"][0]).split(":")[0] if result.get("raised") else ""
 
 
 def _short(result: dict[str, Any]) -> str:
     if not result["problems"]:
         return f"ok, gradients {result['gradient']:.1e}, {result['seconds']} s"
-    return f"FAILED ({len(result['problems'])}): {_last_line(result)}"
+    return f"FAILED ({len(result['problems'])}): {headline(result['problems'][0])}"
 
 
 def _say(text: str) -> None:

@@ -128,11 +128,11 @@ MOST_ROUNDING = 0.25
 
 
 def rounding_of(low: Trace, high: Trace) -> Rounding:
-    """How far apart two ways to round may be: four times as far as a low precision is from a higher one on one device,
+    """How far apart two ways to round may be: six times as far as a low precision is from a higher one on one device,
     up to `MOST_ROUNDING`."""
 
     def limit(off: float) -> float:
-        return min(4 * off, MOST_ROUNDING)
+        return min(6 * off, MOST_ROUNDING)
 
     gradients = {step: _differences(low.gradients[step], high.gradients[step])[0] for step in JUDGED_STEPS}
     return Rounding(

@@ -35,7 +35,7 @@ one of AdamW. Weights that libraries set to zero or one are random, so that a bi
 - **AdamW**: parameters after its step. It hides a wrong scale of gradients: it shows that states and updates work.
 - float64 is so throughout: norms, softmax and delta rules for which `transformers` asks for float32 get float64.
 - bfloat16 is `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`, against a process that
-  computes in bfloat16. Four times the distance of that process from float32 is allowed where that is more, at most a
+  computes in bfloat16. Six times the distance of that process from float32 is allowed where that is more, at most a
   quarter.
 - The auxiliary loss of routers is part of the loss where a family has it, but for plain tensors of several data ranks:
   there it is that of each rank's rows ([batches](train-a-model.md#batches)).
@@ -58,11 +58,17 @@ def report(cells: Sequence[Cell], results: Mapping[Cell, Mapping[str, Any]]) -> 
     wrong, left = len(results) - right, len(cells) - len(results)
     page += (
         f"**{right} of {len(cells)} cells are right, {wrong} fail, {left} have not run.** Torch "
-        f"{torch.__version__.split('+')[0]}, transformers {transformers.__version__}, gloo ranks on the CPU; "
-        f"{seconds / 60:.0f} minutes, the whole run.\n\n"
+        f"{torch.__version__.split('+')[0]}, transformers {transformers.__version__}, gloo ranks on the CPU. "
+        f"The cells took {seconds / 60:.0f} minutes.\n\n"
     )
     parts = (_by_model_and_mesh(cells, results), _failures(cells, results), _all(cells, results), _excluded())
     return page + "\n".join(line for part in parts for line in part)
+
+
+def headline(problem: str) -> str:
+    """The line of a problem that says what it is: of a traceback, the one with the error."""
+    lines = [line for line in problem.strip().splitlines() if line[:1].strip()]
+    return lines[-1].replace("`", "'")[:300]
 
 
 def _mark(result: Mapping[str, Any] | None) -> str:
@@ -89,8 +95,7 @@ def _failures(cells: Sequence[Cell], results: Mapping[Cell, Mapping[str, Any]]) 
     for cell in failed:
         problems = results[cell]["problems"]
         more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-        last = str(problems[0]).strip().splitlines()[-1][:300]
-        lines.append(f"- `{cell.title}`: `{last.replace('`', chr(39))}`{more}")
+        lines.append(f"- `{cell.title}`: `{headline(problems[0])}`{more}")
     return [*lines, ""]
 
 
