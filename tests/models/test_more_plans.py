@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # here and on the ranks
 
 from tools.model_cells.zoo import MODELS, batch_of
 
-from hyper_parallel import CommTrace, DTensor, ParallelDims, parallelize
+from hyper_parallel import CommTrace, DTensor, ParallelDims, parallelize, shard_batch
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sequence and loss"])
 
@@ -74,5 +74,18 @@ def test_gpt_oss_with_fewer_key_heads_than_ranks():
     parallelize(model, ParallelDims(tp=4))
     batch = batch_of("uneven", 1)
     model(**batch).loss.backward()
+    single(**batch).loss.backward()
+    check_gradients(model, single)
+
+
+@pytest.mark.ranks(2)
+def test_pictures_in_plain_batches_of_data_ranks():
+    """Each rank gets the pictures of its rows, and the loss is over the labels of all, of which the first has fewer."""
+    model, single = pair("qwen3_5_vl")
+    dims = ParallelDims()
+    parallelize(model, dims)
+    batch = batch_of("images", 1)
+    batch["labels"][0, 3:] = -100
+    model(**shard_batch(batch, dims)).loss.backward()
     single(**batch).loss.backward()
     check_gradients(model, single)

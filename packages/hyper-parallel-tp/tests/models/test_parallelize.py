@@ -241,3 +241,39 @@ def test_whole_parameters_are_told():
     """Two key heads on two ranks are split, one is not."""
     with pytest.warns(UserWarning, match=r"of the parameters' bytes are whole on every rank of tp: model.layers"):
         parallelize(qwen3(num_key_value_heads=1, head_dim=32), ParallelDims(tp=2))
+
+
+class LossOfItsOwn(transformers.Qwen3ForCausalLM):
+    """Hands on nothing to its loss, as models with pictures do not."""
+
+    accepts_loss_kwargs = False
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        output.loss = self.loss_function(logits=output.logits, labels=labels, vocab_size=self.config.vocab_size)
+        return output
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+def test_the_loss_is_over_the_tokens_of_all_data_ranks(given):
+    """The first data rank has fewer labels; a number that the caller gives is the one that counts."""
+    torch.manual_seed(0)
+    model, single = (
+        (transformers.Qwen3ForCausalLM if given else LossOfItsOwn)(transformers.Qwen3Config(**SMALL)),
+        qwen3(),
+    )
+    dims = ParallelDims(dp_replicate=2)
+    parallelize(model, dims)
+    batch = tokens()
+    more = {"num_items_in_batch": (batch["labels"][:, 1:] != -100).sum() / 2} if given else {}
+    with CommTrace() as trace:
+        loss = model(**shard_batch(batch, dims, check=False), **more).loss
+    assert trace.counts["all_reduce"] == (0 if given else 1)
+    loss.backward()
+    wanted = single(**batch).loss
+    wanted.backward()
+    check_gradients(model, single)
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    torch.testing.assert_close(total / 2, wanted.detach())

@@ -135,7 +135,7 @@ def hyper_parallel_model_plans() -> Mapping[str, str]:  # type: ignore[empty-bod
         Full name of a model's class to ``"module:function"``, which is imported when such a model is parallelised. The
         function takes the model's configuration and its :class:`ParallelDims`, and two keywords that say whether the
         sequence and the logits shall be sharded; it returns a mapping from names of modules, with ``*`` for one part of
-        a name, to styles. Styles are applied over the mesh axis that they name (``tp``, or ``ep`` for experts).
+        a name, to styles, which are applied over the tp axis.
 
     Example::
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hyper_parallel import CommTrace
 from hyper_parallel_tp.models.blocks import inside_adapters
-from hyper_parallel_tp.models.record import AXES_THAT_SHARD, Held, Parallelized, held_by, record_of, whole_over
+from hyper_parallel_tp.models.record import AXIS_OF_DEGREE, Held, Parallelized, held_by, record_of, whole_over
 
 __all__ = ["ParallelReport", "BlockTraffic", "parallel_report"]
 
@@ -79,23 +79,21 @@ def parallel_report(model: nn.Module, batch: Mapping[str, Any] | None = None) ->
 
 def _lines(report: ParallelReport) -> Iterator[str]:
     record, held = report.plan, report.parameters
-    sizes = {name: size for name, size in record.dims.sizes().items() if size > 1}
+    degrees = {name: getattr(record.dims, name) for name in ("dp_replicate", "dp_shard", "tp")}
+    degrees = {name: degree for name, degree in degrees.items() if degree > 1}
     yield f"plan: {record.plan.source}"
-    yield f"axes: {', '.join(f'{name}={size}' for name, size in sizes.items()) or 'one rank'}"
+    yield f"axes: {', '.join(f'{name}={degree}' for name, degree in degrees.items()) or 'one rank'}"
     options = {"sequence_parallel": record.plan.sequence_parallel, "loss_parallel": record.plan.loss_parallel}
     chosen = [f"{name}={'as the plan says' if value is None else value}" for name, value in options.items()]
     yield f"{', '.join(chosen)}, checkpointing={record.checkpointing!r}, {len(record.blocks)} blocks"
     total = sum(each.nbytes for each in held)
     yield f"parameters: {_size(total)}, {_size(report.memory['parameters'])} of them on this rank"
-    for axis, names in AXES_THAT_SHARD.items():
-        if getattr(record.dims, axis) > 1:
-            whole = whole_over(held, names)
+    for axis, name in AXIS_OF_DEGREE.items():
+        if degrees.get(axis):
+            whole = whole_over(held, name)
             left = sum(each.nbytes for each in whole)
             yield f"  over {axis}: {_size(total - left)} sharded, {_size(left)} whole"
             yield from _whole_lines(whole, report.reasons if axis == "tp" else {})
-    if record.dims.ep > 1:
-        experts = sum(each.nbytes for each in held if "ep" in each.axes)
-        yield f"  over ep: {_size(experts)} of experts sharded"
     gradients, moments = _size(report.memory["gradients"]), _size(report.memory["AdamW"])
     yield f"memory on this rank, without activations: gradients {gradients}, AdamW {moments}"
     for name, sent in report.sent.items():

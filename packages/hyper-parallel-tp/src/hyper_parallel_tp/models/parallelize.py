@@ -11,7 +11,7 @@ from hyper_parallel.rules import replaces_parameters
 from hyper_parallel_tp.models.activation_checkpointing import checkpoint_blocks
 from hyper_parallel_tp.models.block_gradients import join_gradients_of_blocks
 from hyper_parallel_tp.models.blocks import blocks_of, inside_adapters
-from hyper_parallel_tp.models.chosen_plan import ChosenPlan, choose_plan
+from hyper_parallel_tp.models.chosen_plan import choose_plan
 from hyper_parallel_tp.models.data_parallel import shard_over_data
 from hyper_parallel_tp.models.generation import adapt_generate
 from hyper_parallel_tp.models.record import Parallelized, check_what_is_whole, note_parallelized
@@ -56,8 +56,8 @@ def parallelize(
         model: any module; a plan is known for the families of Llama, Qwen, DeepSeek and gpt_oss, and found for others
             of ``transformers`` (a PEFT model around one, too).
         dims: degrees of parallelism.
-        plan: names of modules to styles, in the place of the known plan. A style names its axis
-            (:attr:`ParallelStyle.mesh_axis`) and is applied where that has more than one rank.
+        plan: names of modules to styles, in the place of the known plan. They are applied
+            where tp has more than one rank.
         sequence_parallel: shard activations between attention and MLP along the sequence. None: where tp has several
             ranks and the plan can.
         loss_parallel: leave the logits sharded by vocabulary, a DTensor. None: the same; False: plain logits, gathered.
@@ -80,12 +80,12 @@ def parallelize(
     blocks, name = blocks_of(base), type(base).__name__
     share_values(model)
     with replaces_parameters([model], "parallelize"):
-        experts = _apply_styles(model, base, dims, chosen)
         if dims.tp > 1:
+            apply_plan(model, base, dims.get_mesh("tp"), chosen.styles)
             join_gradients_of_blocks(blocks.values())
         checkpoint_blocks(base, blocks, checkpointing)
         adapt_root_call(base, dims)
-        shard_over_data(base, blocks, experts, dims, mp_policy, offload_policy)
+        shard_over_data(base, blocks, dims, mp_policy, offload_policy)
         adapt_generate(base, dims)
     record = Parallelized(dims, chosen, blocks, checkpointing)
     check_what_is_whole(base, name, record)
@@ -107,14 +107,3 @@ def _refuse_unfinished(dims: ParallelDims, compile: bool) -> None:
         )
     if compile:
         raise NotImplementedError("parallelize(compile=True): blocks cannot be compiled yet; leave it False")
-
-
-def _apply_styles(model: nn.Module, base: nn.Module, dims: ParallelDims, chosen: ChosenPlan) -> list[nn.Module]:
-    """Apply the styles of each axis that has several ranks, and return the modules whose experts are spread."""
-    experts: list[nn.Module] = []
-    for axis in ("ep", "tp"):  # experts first: what takes all that is left comes after
-        styles = {name: style for name, style in chosen.styles.items() if style.mesh_axis == axis}
-        if getattr(dims, axis) > 1 and styles:
-            done = apply_plan(model, base, dims.get_mesh(axis), styles)
-            experts += done if axis == "ep" else []
-    return experts

@@ -17,7 +17,7 @@ from hyper_parallel_tp.models.chosen_plan import ChosenPlan
 from hyper_parallel_tp.parallel_dims import ParallelDims
 
 __all__ = [
-    "AXES_THAT_SHARD",
+    "AXIS_OF_DEGREE",
     "Held",
     "Parallelized",
     "check_what_is_whole",
@@ -30,8 +30,8 @@ __all__ = [
 MOST_WHOLE = 0.1
 """The share of its parameters that an axis may leave whole without a warning."""
 
-AXES_THAT_SHARD = {"tp": frozenset({"tp", "ep"}), "dp_shard": frozenset({"fsdp", "efsdp", "ep"})}
-"""Degrees that are there to shard parameters, and the mesh axes that do so; experts go over ranks of both."""
+AXIS_OF_DEGREE = {"tp": "tp", "dp_shard": "fsdp"}
+"""Degrees that are there to shard parameters, and the mesh axis that does so."""
 
 _records: weakref.WeakKeyDictionary[nn.Module, Parallelized] = weakref.WeakKeyDictionary()
 
@@ -100,9 +100,9 @@ def held_by(model: nn.Module) -> list[Held]:
     return found
 
 
-def whole_over(held: Iterable[Held], axes: frozenset[str]) -> list[Held]:
-    """Those that none of some axes shards."""
-    return [each for each in held if not each.axes & axes]
+def whole_over(held: Iterable[Held], axis: str) -> list[Held]:
+    """Those that a mesh axis does not shard."""
+    return [each for each in held if axis not in each.axes]
 
 
 def check_what_is_whole(model: nn.Module, kind: str, record: Parallelized) -> None:
@@ -112,11 +112,11 @@ def check_what_is_whole(model: nn.Module, kind: str, record: Parallelized) -> No
         ValueError: an axis of several ranks that is there to shard parameters shards none.
     """
     held = held_by(model)
-    for axis, names in AXES_THAT_SHARD.items():
+    for axis, name in AXIS_OF_DEGREE.items():
         degree = getattr(record.dims, axis)
         if degree == 1 or not held:
             continue
-        whole = whole_over(held, names)
+        whole = whole_over(held, name)
         total, left = sum(each.nbytes for each in held), sum(each.nbytes for each in whole)
         if left == total:
             raise ValueError(

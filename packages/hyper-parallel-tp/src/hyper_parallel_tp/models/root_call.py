@@ -1,9 +1,10 @@
-"""What a whole model's forward does besides: count the tokens of all data ranks, and keep no cache in training."""
+"""What a whole model does besides: divide its loss by the tokens of all data ranks, and keep no cache in training."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _COUNTED_LOSS = "ForCausalLMLoss"
 
 
 def adapt_root_call(model: nn.Module, dims: ParallelDims) -> None:
-    """Change the forward of a model of ``transformers``; that of others stays as it is.
+    """Change a model of ``transformers``; others stay as they are.
 
     Args:
         model: the model, without adapters around it.
@@ -30,34 +31,42 @@ def adapt_root_call(model: nn.Module, dims: ParallelDims) -> None:
     arguments = inspect.signature(model.forward).parameters
     if not hasattr(model, "config") or "labels" not in arguments:
         return
-    counts = dims.sizes()["batch"] > 1 and _divides_by_tokens(model)
-    caches = "use_cache" in arguments
+    if "use_cache" in arguments:
+        _keep_no_cache_in_training(model)
+    # In the loss and not at the model's inputs: not every model hands on what it is told about a number of tokens.
+    loss: Any = getattr(model, "loss_function", None)
+    if dims.sizes()["batch"] > 1 and getattr(loss, "__name__", "") == _COUNTED_LOSS:
+        owner: Any = model
+        owner.loss_function = _over_all_ranks(loss, dims)
+
+
+def _keep_no_cache_in_training(model: nn.Module) -> None:
     inner = forward_function(model)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if caches and self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled():
             kwargs.setdefault("use_cache", False)
-        labels = kwargs.get("labels")
-        if counts and labels is not None and "num_items_in_batch" not in kwargs and not isinstance(labels, DTensor):
-            kwargs["num_items_in_batch"] = _tokens_per_rank(labels, dims)
         return inner(self, *args, **kwargs)
 
     set_forward(model, forward)
 
 
-def _divides_by_tokens(model: Any) -> bool:
-    """Whether the model's loss is a sum over tokens, divided by a number that it is told."""
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    loss = getattr(model, "loss_function", None)
-    accepts = getattr(model, "accepts_loss_kwargs", True) is not False
-    return open_ended and accepts and getattr(loss, "__name__", "") == _COUNTED_LOSS
-
-
-def _tokens_per_rank(labels: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
-    """What a data rank divides the sum of its losses by, so that the mean over ranks is the mean over all tokens.
-
-    ``transformers`` compares each token with the label of the next one; the first label is not used.
-    """
+def _over_all_ranks(loss: Callable[..., Any], dims: ParallelDims) -> Callable[..., Any]:
+    """A loss of this rank's tokens, whose mean over the data ranks is that over all tokens, however they are spread."""
     mesh = dims.get_mesh("batch")
-    return count_tokens(labels[..., 1:], mesh=mesh).clamp(min=1) / mesh.size()
+
+    @functools.wraps(loss)
+    def counted(logits: Any, labels: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        shifted = kwargs.get("shift_labels")
+        counts = labels if shifted is None else shifted
+        if num_items_in_batch is None and not args[1:] and not isinstance(counts, DTensor):
+            # Each token is compared with the label of the next one, so the first label is not used.
+            used = counts[..., 1:] if shifted is None else counts
+            tokens = count_tokens(used, kwargs.get("ignore_index", -100), mesh=mesh)
+            num_items_in_batch = tokens.clamp(min=1) / mesh.size()
+        if num_items_in_batch is not None:
+            kwargs["num_items_in_batch"] = num_items_in_batch
+        return loss(logits, labels, *args, **kwargs)
+
+    return counted

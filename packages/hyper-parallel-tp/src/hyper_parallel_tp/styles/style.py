@@ -23,11 +23,9 @@ class ParallelStyle(ABC):
     Attributes:
         src_data_rank: rank along the mesh whose parameters count; None: each rank's own. ``parallelize_module`` applies
             a copy of the style with its own ``src_data_rank``.
-        mesh_axis: name of the mesh axis that the style is for. :func:`parallelize` applies it over that one.
     """
 
     src_data_rank: int | None = 0
-    mesh_axis: str = "tp"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
