@@ -24,6 +24,7 @@ _NAMES = {
     "hyper_parallel_tp.models.parallel_report": ("parallel_report",),
     "hyper_parallel_tp.models.shard_batch": ("shard_batch",),
     "hyper_parallel_tp.parallel_dims": ("ParallelDims",),
+    "hyper_parallel_tp.plans.parts": ("decoder_ends", "expert_mixture", "experts_by_features", "gated_mlp"),
     "hyper_parallel_tp.parallelize": ("parallelize_module",),
     "hyper_parallel_tp.styles.positionwise": ("PositionwiseParallel",),
     "hyper_parallel_tp.styles.prepare": ("PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"),

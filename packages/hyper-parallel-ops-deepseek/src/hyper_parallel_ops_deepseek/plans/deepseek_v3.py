@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel import LatentAttentionParallel, ParallelDims, PrepareModuleInput, Replicate
+from hyper_parallel import LatentAttentionParallel, ParallelDims, gated_mlp
 from hyper_parallel_ops_deepseek.plans.parts import (
     Plan,
     check_dropout,
     mixture,
-    mlp,
     outside_of_layers,
     per_position,
     residual_of,
@@ -77,8 +76,7 @@ def _plan(
         plan[f"{name}.self_attn"] = attention
         plan[f"{name}.post_attention_layernorm"] = per_position(sequence_parallel)
         if kind == "sparse":
-            plan |= mixture(f"{name}.mlp", config, dims, residual)
+            plan |= mixture(f"{name}.mlp", config, residual)
         else:
-            plan[f"{name}.mlp"] = PrepareModuleInput(input_layouts=residual, desired_input_layouts=Replicate())
-            plan |= mlp(f"{name}.mlp", residual)
+            plan |= gated_mlp(f"{name}.mlp", residual, input=residual)
     return plan

@@ -51,7 +51,7 @@ def deepseek_v4_plan(config: Any, dims: ParallelDims, *, sequence_parallel: bool
         for part in ("attn_hc", "ffn_hc", "input_layernorm", "post_attention_layernorm"):
             plan[f"{name}.{part}"] = per_position(sequence_parallel)
         plan[f"{name}.self_attn"] = _attention(kind, residual)
-        plan |= mixture(f"{name}.mlp", config, dims, residual)
+        plan |= mixture(f"{name}.mlp", config, residual)
     return plan
 
 

@@ -5,23 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel import (
-    ColwiseParallel,
-    LocalCompute,
-    NoParallel,
-    PackedShard,
     ParallelDims,
     ParallelStyle,
-    Partial,
     Placement,
     PositionwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
     Replicate,
-    RowwiseParallel,
     Shard,
+    decoder_ends,
+    expert_mixture,
+    experts_by_features,
 )
 
-__all__ = ["check_dropout", "experts_style", "mixture", "mlp", "outside_of_layers", "per_position", "residual_of"]
+__all__ = ["check_dropout", "mixture", "outside_of_layers", "per_position", "residual_of"]
 
 Plan = dict[str, ParallelStyle]
 
@@ -51,57 +46,10 @@ def per_position(sequence_parallel: bool) -> ParallelStyle:
 
 def outside_of_layers(*, sequence_parallel: bool, loss_parallel: bool) -> Plan:
     """Embedding and head by vocabulary, and the last norm."""
-    residual = residual_of(sequence_parallel)
-    embedded = {"inputs_embeds": Replicate()}  # in the place of token ids
-    return {
-        "model": PrepareModuleInput(
-            input_kwarg_layouts=embedded, desired_input_kwarg_layouts=dict.fromkeys(embedded, residual)
-        ),
-        "model.embed_tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=residual, use_local_output=False
-        ),
-        "model.norm": per_position(sequence_parallel),
-        "lm_head": ColwiseParallel(
-            input_layouts=residual,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
-        ),
-    }
+    return decoder_ends(residual_of(sequence_parallel), per_position(sequence_parallel), loss_parallel=loss_parallel)
 
 
-def mlp(name: str, output: Placement) -> Plan:
-    """A gated MLP by features, whose input is whole."""
-    split = ColwiseParallel(use_local_output=False)
-    return {
-        f"{name}.gate_proj": split,
-        f"{name}.up_proj": split,
-        f"{name}.down_proj": RowwiseParallel(output_layouts=output, use_local_output=False),
-    }
-
-
-def mixture(name: str, config: Any, dims: ParallelDims, residual: Placement) -> Plan:
-    """A mixture of experts with shared ones, each by features; the router is whole.
-
-    Both give terms of one sum, so that the layer costs one collective each way.
-    """
-    return {
-        name: PrepareModuleInputOutput(
-            input_layouts=residual,
-            desired_input_layouts=Replicate(),
-            output_layouts=Partial(),
-            desired_output_layouts=residual,
-            use_local_output=False,
-        ),
-        f"{name}.gate": NoParallel(use_local_output=False),
-        f"{name}.experts": experts_style(config, dims),
-        **mlp(f"{name}.shared_experts", Partial()),
-    }
-
-
-def experts_style(config: Any, dims: ParallelDims) -> ParallelStyle:
-    """Every expert by its features; gate and up are packed in one weight ``[experts, 2 * features, hidden]``."""
-    features = config.moe_intermediate_size
-    return LocalCompute(
-        parameters={"gate_up_proj": PackedShard(1, (features, features)), "down_proj": Shard(2)},
-        output_layouts=Partial(),
-    )
+def mixture(name: str, config: Any, residual: Placement) -> Plan:
+    """A mixture of experts with shared ones, each by features; the router is whole."""
+    experts = experts_by_features(config.moe_intermediate_size)
+    return expert_mixture(name, residual, experts, shared="shared_experts")

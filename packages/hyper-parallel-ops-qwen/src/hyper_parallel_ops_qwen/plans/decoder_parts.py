@@ -1,4 +1,4 @@
-"""Parts that the plans of Qwen's decoders share: what is outside of layers, attention, delta layers, MLPs, experts."""
+"""Parts that the plans of Qwen's decoders share: what is outside of layers, attention, delta layers, experts."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ from typing import Any
 
 from hyper_parallel import (
     AttentionParallel,
-    ColwiseParallel,
     LocalCompute,
     NoParallel,
     PackedShard,
     ParallelDims,
     ParallelStyle,
-    Partial,
     Placement,
     PositionwiseParallel,
-    PrepareModuleInput,
     PrepareModuleInputOutput,
     Replicate,
-    RowwiseParallel,
     Shard,
+    decoder_ends,
+    expert_mixture,
+    experts_by_features,
 )
 
 __all__ = [
     "attention",
     "delta_layers",
-    "experts_style",
     "has_experts",
     "layers",
     "mixture",
-    "mlp",
     "outside_of_layers",
     "packed",
     "residual_of",
@@ -46,24 +43,11 @@ def residual_of(sequence_parallel: bool) -> Placement:
 
 def outside_of_layers(*, sequence_parallel: bool, loss_parallel: bool) -> Plan:
     """Embedding and head by vocabulary, and all norms of the residual stream."""
-    residual = residual_of(sequence_parallel)
-    norm = PositionwiseParallel(layout=residual)
-    embedded = {"inputs_embeds": Replicate()}  # in the place of token ids
+    norm = PositionwiseParallel(layout=residual_of(sequence_parallel))
     return {
-        "model": PrepareModuleInput(
-            input_kwarg_layouts=embedded, desired_input_kwarg_layouts=dict.fromkeys(embedded, residual)
-        ),
-        "model.embed_tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=residual, use_local_output=False
-        ),
+        **decoder_ends(residual_of(sequence_parallel), norm, loss_parallel=loss_parallel),
         "model.layers.*.input_layernorm": norm,
         "model.layers.*.post_attention_layernorm": norm,
-        "model.norm": norm,
-        "lm_head": ColwiseParallel(
-            input_layouts=residual,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
-        ),
     }
 
 
@@ -131,49 +115,10 @@ def packed(config: Any) -> tuple[int, int, int]:
     return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
 
 
-def mlp(name: str, residual: Placement) -> Plan:
-    """A gated MLP by features."""
-    return {
-        name: PrepareModuleInput(input_layouts=residual, desired_input_layouts=Replicate()),
-        **_features(name, residual),
-    }
-
-
-def _features(name: str, output: Placement) -> Plan:
-    split = ColwiseParallel(use_local_output=False)
-    return {
-        f"{name}.gate_proj": split,
-        f"{name}.up_proj": split,
-        f"{name}.down_proj": RowwiseParallel(output_layouts=output, use_local_output=False),
-    }
-
-
 def mixture(name: str, config: Any, residual: Placement, *, shared: bool = False) -> Plan:
-    """A mixture of experts; the router is whole, and so is the gate of a shared expert.
-
-    What experts and the shared one compute are terms of one sum, so that the block costs one collective each way.
-    """
-    whole = NoParallel(use_local_output=False)
-    plan: Plan = {
-        name: PrepareModuleInputOutput(
-            input_layouts=residual,
-            desired_input_layouts=Replicate(),
-            output_layouts=Partial(),
-            desired_output_layouts=residual,
-            use_local_output=False,
-        ),
-        f"{name}.gate": whole,
-        f"{name}.experts": experts_style(config),
-    }
-    if shared:
-        plan |= {f"{name}.shared_expert_gate": whole, **_features(f"{name}.shared_expert", Partial())}
-    return plan
-
-
-def experts_style(config: Any) -> ParallelStyle:
-    """Every expert by its features; gate and up are packed in one weight ``[experts, 2 * features, hidden]``."""
-    features = config.moe_intermediate_size
-    return LocalCompute(
-        parameters={"gate_up_proj": PackedShard(1, (features, features)), "down_proj": Shard(2)},
-        output_layouts=Partial(),
-    )
+    """A mixture of experts by features; the router is whole, and so is the gate of a shared expert."""
+    experts = experts_by_features(config.moe_intermediate_size)
+    if not shared:
+        return expert_mixture(name, residual, experts)
+    gate = {f"{name}.shared_expert_gate": NoParallel(use_local_output=False)}
+    return {**expert_mixture(name, residual, experts, shared="shared_expert"), **gate}

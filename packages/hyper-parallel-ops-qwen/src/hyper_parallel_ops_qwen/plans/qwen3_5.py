@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel import PackedShard, ParallelDims, ParallelStyle, Placement, Shard
+from hyper_parallel import PackedShard, ParallelDims, ParallelStyle, Placement, Shard, gated_mlp
 from hyper_parallel_ops_qwen.plans.decoder_parts import (
     attention,
     delta_layers,
     layers,
     mixture,
-    mlp,
     outside_of_layers,
     packed,
     residual_of,
@@ -23,8 +22,9 @@ def qwen3_5_plan(
     config: Any, dims: ParallelDims, *, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
     """The plan of ``transformers.Qwen3_5ForCausalLM``; arguments as of :func:`.qwen3_moe_plan`."""
+    residual = residual_of(sequence_parallel)
     plan = _without_mlps(config, dims, sequence_parallel, loss_parallel)
-    return {**plan, **mlp("model.layers.*.mlp", residual_of(sequence_parallel))}
+    return {**plan, **gated_mlp("model.layers.*.mlp", residual, input=residual)}
 
 
 def qwen3_5_moe_plan(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel import ParallelDims, ParallelStyle
+from hyper_parallel import ParallelDims, ParallelStyle, gated_mlp
 from hyper_parallel_ops_qwen.plans.decoder_parts import (
     attention,
     has_experts,
     layers,
     mixture,
-    mlp,
     outside_of_layers,
     residual_of,
 )
@@ -36,5 +35,5 @@ def qwen3_moe_plan(
     for layer in layers(config, lambda number: has_experts(config, number)):
         plan |= mixture(f"{layer}.mlp", config, residual)
     for layer in layers(config, lambda number: not has_experts(config, number)):
-        plan |= mlp(f"{layer}.mlp", residual)
+        plan |= gated_mlp(f"{layer}.mlp", residual, input=residual)
     return plan

@@ -11,9 +11,8 @@ from typing import Any
 
 from hyper_parallel import Placement, Replicate, Shard
 from hyper_parallel_tp.parallel_dims import ParallelDims
+from hyper_parallel_tp.plans.parts import decoder_ends, gated_mlp
 from hyper_parallel_tp.styles.attention import AttentionParallel
-from hyper_parallel_tp.styles.colwise_rowwise import ColwiseParallel, RowwiseParallel
-from hyper_parallel_tp.styles.prepare import PrepareModuleInput
 from hyper_parallel_tp.styles.sequence_parallel import NoParallel, SequenceParallel
 from hyper_parallel_tp.styles.style import ParallelStyle
 
@@ -38,29 +37,12 @@ def llama3_plan(
     """
     residual: Placement = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else NoParallel(use_local_output=False)
-    split = ColwiseParallel(use_local_output=False)
-    join = RowwiseParallel(output_layouts=residual, use_local_output=False)
-    embedded = {"inputs_embeds": Replicate()}  # in the place of token ids
     return {
-        "model": PrepareModuleInput(
-            input_kwarg_layouts=embedded, desired_input_kwarg_layouts=dict.fromkeys(embedded, residual)
-        ),
-        "model.embed_tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=residual, use_local_output=False
-        ),
+        **decoder_ends(residual, norm, loss_parallel=loss_parallel),
         "model.layers.*.input_layernorm": norm,
         "model.layers.*.self_attn": AttentionParallel(input_layouts=residual, output_layouts=residual),
         "model.layers.*.post_attention_layernorm": norm,
-        "model.layers.*.mlp": PrepareModuleInput(input_layouts=residual, desired_input_layouts=Replicate()),
-        "model.layers.*.mlp.gate_proj": split,
-        "model.layers.*.mlp.up_proj": split,
-        "model.layers.*.mlp.down_proj": join,
-        "model.norm": norm,
-        "lm_head": ColwiseParallel(
-            input_layouts=residual,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
-        ),
+        **gated_mlp("model.layers.*.mlp", residual, input=residual),
     }
 
 

@@ -60,7 +60,7 @@ class DeferredValue:
 
     def make(self, bounds: Bounds) -> torch.Tensor:
         """What :meth:`block` gives, anew."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define make")
 
     def inputs(self) -> list[DeferredValue]:
         """The values that it is made of."""
